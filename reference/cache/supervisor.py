@@ -1,0 +1,149 @@
+"""The weight cache daemon as a whole: one process a rank, opened together, ended together."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as ProgressBar
+
+from reference.args import parse_args
+from reference.cache.daemon import DaemonRank
+from reference.context import Ranks, get_parallel, get_server_args, publish
+from reference.engine.ranks import (
+    Exited,
+    Failed,
+    Loaded,
+    Proceed,
+    Progress,
+    RankProcess,
+    Ready,
+    Report,
+    describe_exit,
+    events,
+    fork_ranks,
+    report_progress,
+    stop,
+)
+from reference.errors import Refusal
+from reference.parallel import initialize_groups
+
+PROG = "python -m reference.daemon"
+_GRACE = 10.0  # seconds between telling a rank to stop and killing it
+
+
+class _Stopped(SystemExit):
+    """SIGTERM came: leave by the way that cleans up."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the daemon of every local rank until SIGTERM or SIGINT. Returns the exit status."""
+    try:
+        args = parse_args(
+            argv, PROG, "Keep a model's finished weights in memory, one process a rank, for engines to map."
+        )
+        publish(args, None)
+        supervise(lambda text: print(f"ready: {text}", flush=True))
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def supervise(on_ready: Callable[[str], None]) -> None:
+    """Fork the ranks of the published configuration, call `on_ready` when all serve, return when told to stop.
+
+    Raises `Refusal` with the first rank's reason where one fails; the others are ended then.
+    """
+    wakeup, signalled = socket.socketpair()
+    signalled.setblocking(False)
+    ranks = fork_ranks(get_parallel().world_size, _run_rank, signal.SIGTERM)
+    # Installed after the fork: the ranks have handlers of their own.
+    signal.set_wakeup_fd(signalled.fileno())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        with _bar() as bar:
+            devices = _until_open(ranks, wakeup, bar)
+        if devices is None:
+            return
+        on_ready(f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {', '.join(devices)}")
+        for rank, event in events(ranks, wakeup):
+            if rank is None:
+                return
+            if isinstance(event, Exited):
+                raise Refusal(
+                    f"rank {rank.rank} of the daemon ended ({describe_exit(event.status)}); the others were stopped"
+                )
+    finally:
+        stop(ranks, signal.SIGTERM, _GRACE)
+        signal.set_wakeup_fd(-1)
+
+
+def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBar) -> list[str] | None:
+    """Follow loading until every rank serves, and return their devices; None where a signal came first."""
+    tasks = {rank.rank: bar.add_task(f"rank {rank.rank}: reading headers", total=None) for rank in ranks}
+    loaded = 0
+    devices: dict[int, str] = {}
+    for rank, event in events(ranks, wakeup):
+        if rank is None:
+            return None
+        match event:
+            case Progress(what, done, total):
+                bar.update(tasks[rank.rank], description=f"rank {rank.rank}: {what}", completed=done, total=total)
+                if bar.disable and done == total:
+                    print(f"rank {rank.rank}: {what} done, {total:,} bytes", file=sys.stderr, flush=True)
+            case Loaded():
+                loaded += 1
+                if loaded == len(ranks):
+                    # No rank grants a lease before all have loaded, so that no engine attaches to half a group.
+                    for other in ranks:
+                        other.channel.send(Proceed())
+            case Ready(info):
+                devices[rank.rank] = info["device"]
+                if len(devices) == len(ranks):
+                    return [devices[rank.rank] for rank in ranks]
+            case Failed(message):
+                raise Refusal(message)
+            case Exited(status):
+                raise Refusal(f"rank {rank.rank} of the daemon ended while loading ({describe_exit(status)})")
+    return None
+
+
+def _run_rank(rank: int, report: Report) -> None:
+    def on_term(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Stopped(0)
+
+    signal.signal(signal.SIGTERM, on_term)
+    publish(get_server_args(), Ranks(tp_rank=rank, local_rank=rank))
+    initialize_groups(rank)
+    daemon = DaemonRank(rank, report_progress(report, "digesting"))
+    try:
+        daemon.load(report_progress(report, "loading"))
+        report.send(Loaded())
+        if report.receive() is None:
+            return
+        daemon.open()
+        report.send(Ready({"device": daemon.device, "key": daemon.key}))
+        # Nothing more comes; the end of the stream is the supervisor's end.
+        report.receive()
+    finally:
+        daemon.close()
+
+
+def _bar() -> ProgressBar:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return ProgressBar(*columns, console=console, disable=not console.is_terminal)

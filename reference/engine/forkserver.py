@@ -1,0 +1,212 @@
+"""A server that has imported everything once and forks a process for each command.
+
+`import torch` takes seconds; a fork of a process that has done it takes milliseconds. Started by
+`python -m reference.engine.forkserver --socket PATH`; commands find it by `$WEIGHT_CACHE_FORK_SERVER`. A command's own
+process stays in front: it passes signals on, its standard streams are the child's, and its exit status is the child's.
+The server imports no GPU context and starts no thread, so that its children may do both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+ENVIRONMENT = "WEIGHT_CACHE_FORK_SERVER"
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "uvicorn",
+    "starlette.applications",
+    "reference.cache.supervisor",
+    "reference.engine.launcher",
+)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def run_command(module: str, argv: Sequence[str]) -> int:
+    """Run `module.main(argv)`: in a child of the fork server that `$WEIGHT_CACHE_FORK_SERVER` names, or else right here."""
+    path = os.environ.get(ENVIRONMENT)
+    if not path:
+        return int(importlib.import_module(module).main(list(argv)))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        try:
+            sock.connect(path)
+        except OSError as error:
+            print(f"error: {ENVIRONMENT}={path}: {error.strerror}; start the fork server or unset it", file=sys.stderr)
+            return 1
+        return _follow(sock, module, argv)
+
+
+def _follow(sock: socket.socket, module: str, argv: Sequence[str]) -> int:
+    # Blocked until the child exists, so that no signal is lost on the way to it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    request = {"module": module, "argv": list(argv), "cwd": os.getcwd(), "environ": dict(os.environ), "path": sys.path}
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    socket.send_fds(sock, [json.dumps(request).encode()], [0, 1, 2])
+    for number in _FORWARDED:
+        signal.signal(number, lambda n, _: sock.send(json.dumps({"signal": n}).encode()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    reply = sock.recv(4096)
+    if not reply:
+        print("error: the fork server ended while this command ran", file=sys.stderr)
+        return 1
+    status = json.loads(reply)["status"]
+    if status < 0:
+        # Ends as the child did, so that a shell or a supervisor sees the same signal.
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return int(status)
+
+
+@dataclass
+class _Child:
+    pid: int
+    pidfd: int
+    command: socket.socket
+
+
+@dataclass
+class _Server:
+    listener: socket.socket
+    selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
+    children: list[_Child] = field(default_factory=list)
+
+    def run(self, wakeup: socket.socket) -> None:
+        """Serve until a signal comes, then end the children."""
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(wakeup, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in self.selector.select():
+                if key.data is None:
+                    return
+                key.data()
+
+    def _accept(self) -> None:
+        command, _ = self.listener.accept()
+        data, fds, _, _ = socket.recv_fds(command, 1 << 20, 3)
+        if not data or len(fds) != 3:
+            command.close()
+            return
+        request = json.loads(data)
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            command.close()
+            self._become(request, fds, server)
+        for descriptor in fds:
+            os.close(descriptor)
+        child = _Child(pid, os.pidfd_open(pid), command)
+        self.children.append(child)
+        self.selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._reap(child))
+        self.selector.register(command, selectors.EVENT_READ, lambda: self._forward(child))
+
+    def _forward(self, child: _Child) -> None:
+        """Pass a signal on. A command that was killed can't send one: its child is told to stop."""
+        try:
+            data = child.command.recv(4096)
+        except OSError:
+            data = b""
+        number = json.loads(data)["signal"] if data else signal.SIGTERM
+        if not data:
+            self.selector.unregister(child.command)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(child.pidfd, number)
+
+    def _reap(self, child: _Child) -> None:
+        status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        self.children.remove(child)
+        self.selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(child.command)
+        with contextlib.suppress(OSError):
+            child.command.send(json.dumps({"status": status}).encode())
+        child.command.close()
+
+    def _become(self, request: dict[str, Any], fds: list[int], server: int) -> NoReturn:
+        from reference.engine.ranks import (
+            die_with_parent,
+        )  # the commands' own processes import this module, but not that
+
+        status = 1
+        try:
+            self.listener.close()
+            self.selector.close()
+            for other in self.children:
+                other.command.close()
+                os.close(other.pidfd)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+            os.setsid()
+            die_with_parent(signal.SIGTERM, server)
+            for target, descriptor in enumerate(fds):
+                os.dup2(descriptor, target)
+                os.close(descriptor)
+            os.chdir(request["cwd"])
+            os.environ.clear()
+            os.environ.update(request["environ"])
+            sys.path[:] = request["path"]
+            sys.argv[1:] = request["argv"]
+            gc.unfreeze()
+            status = int(importlib.import_module(request["module"]).main(request["argv"]))
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve forks until SIGTERM or SIGINT; children that still run then are told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m reference.engine.forkserver", description=__doc__.split("\n")[0])
+    parser.add_argument("--socket", required=True, help="path of the Unix socket to listen on")
+    parser.add_argument("--preload", action="append", default=[], metavar="MODULE", help="import this module too")
+    options = parser.parse_args(argv)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(options.socket)
+        except OSError as error:
+            print(f"error: --socket: {options.socket}: {error.strerror}; give a path that is free", file=sys.stderr)
+            return 1
+        try:
+            os.chmod(options.socket, 0o600)
+            listener.listen(128)
+            for name in (*_PRELOAD, *options.preload):
+                importlib.import_module(name)
+            signal.set_wakeup_fd(theirs.fileno())
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: None)
+            # Objects that were made so far are never looked at again by the collector, so children share their pages.
+            gc.collect()
+            gc.freeze()
+            print(f"ready: {options.socket}", flush=True)
+            server = _Server(listener)
+            server.run(ours)
+            for child in server.children:
+                signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
+            for child in list(server.children):
+                server._reap(child)
+        finally:
+            os.unlink(options.socket)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

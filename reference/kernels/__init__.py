@@ -1,0 +1,1 @@
+"""Compute kernels: a plain-torch version of each, which is its definition."""

@@ -1,0 +1,43 @@
+"""Model families by Hugging Face architecture name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reference.errors import CheckpointRefusal
+from reference.models.qwen3 import Qwen3ForCausalLM
+from reference.weights.checkpoint import Checkpoint
+
+# The two architectures are one class: what is sparse is read off the configuration, layer by layer.
+ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen3MoeForCausalLM": Qwen3ForCausalLM}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def build_model(checkpoint: Checkpoint, dtype: str) -> Qwen3ForCausalLM:
+    """Build this rank's part of a model on the meta device. `dtype` is a name, or `auto` for the checkpoint's.
+
+    Raises `CheckpointRefusal` for an architecture or a dtype that is not supported.
+    """
+    config = checkpoint.config
+    architectures = config.get("architectures") or ["(none)"]
+    if architectures[0] not in ARCHITECTURES:
+        allowed = ", ".join(ARCHITECTURES)
+        raise CheckpointRefusal(
+            f"{checkpoint.path / 'config.json'}: architecture {architectures[0]} is not one of {allowed}"
+        )
+    name = _stored_dtype(config) if dtype == "auto" else dtype
+    if name not in _DTYPES:
+        raise CheckpointRefusal(f"{checkpoint.path / 'config.json'}: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    try:
+        with torch.device("meta"):
+            return ARCHITECTURES[architectures[0]](config, _DTYPES[name])
+    except KeyError as error:
+        raise CheckpointRefusal(
+            f"{checkpoint.path / 'config.json'}: {error.args[0]} is missing; {architectures[0]} needs it"
+        ) from None
+
+
+def _stored_dtype(config: dict[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
