@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
 from conformance.requirement import Requirement
 
-_LONGEST = 600
+_LONGEST = 800
+_ENTRIES = 5
 
 
 class Check:
@@ -22,9 +23,17 @@ class Check:
         self.log = log
 
     def equal(self, what: str, expected: Any, got: Any) -> None:
-        """Fail unless both are equal."""
-        if expected != got:
-            self.fail(what, expected, got)
+        """Fail unless both are equal. Of mappings, only the entries that differ are shown."""
+        if expected == got:
+            return
+        if isinstance(expected, Mapping) and isinstance(got, Mapping):
+            names = sorted(str(name) for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+            what = f"{what}: {len(names)} of {len(expected.keys() | got.keys())} differ"
+            expected, got = (
+                "\n".join(f"{name}: {side.get(name, 'absent')}" for name in names[:_ENTRIES])
+                for side in (expected, got)
+            )
+        self.fail(what, expected, got)
 
     def empty(self, what: str, got: Collection[Any]) -> None:
         """Fail unless there is nothing."""

@@ -96,7 +96,13 @@ class Unit:
     """The processes of one test class. Leaving the context stops and kills whatever still runs."""
 
     def __init__(
-        self, launcher: Launcher, name: str, registry: Path, model: Path, arguments: Sequence[str], transport: str | None
+        self,
+        launcher: Launcher,
+        name: str,
+        registry: Path,
+        model: Path,
+        arguments: Sequence[str],
+        transport: str | None,
     ) -> None:
         self.name = name
         self.registry = registry

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,23 +23,28 @@ SOCKET_PATH = 107
 
 @dataclass(frozen=True)
 class Run:
-    """A run: `id` names it in the ledger, `directory` is private to it and holds logs, registries and shared results."""
+    """A run: `id` names it in the ledger, `directory` is private to it and holds logs, registries and shared results.
+
+    `arguments` is pytest's command line.
+    """
 
     id: str
     directory: Path
+    arguments: tuple[str, ...] = ()
 
     @classmethod
-    def begin(cls) -> Run:
+    def begin(cls, arguments: Sequence[str] = ()) -> Run:
         """Make a run with a fresh directory, in a place short enough for Unix sockets."""
         base = Path(tempfile.gettempdir())
         if len(os.fsencode(base)) + SOCKET_ROOM > SOCKET_PATH:
             base = Path("/tmp")
-        return cls(secrets.token_hex(8), Path(tempfile.mkdtemp(prefix="wcc-", dir=base)))
+        directory = Path(tempfile.mkdtemp(prefix="wcc-", dir=base))
+        return cls(secrets.token_hex(8), directory, tuple(map(str, arguments)))
 
     @classmethod
     def from_json(cls, text: str) -> Run:
         fields = json.loads(text)
-        return cls(fields["id"], Path(fields["directory"]))
+        return cls(fields["id"], Path(fields["directory"]), tuple(fields["arguments"]))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | {"directory": str(self.directory)})

@@ -140,6 +140,10 @@ class Context:
         """Return every published value by namespace, for `/server_info` and a daemon's status."""
         return {name: {k: v for k, v in bag.__dict__.items() if k[0] != "_"} for name, bag in self._bags.items()}
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the launch arguments as given, for diagnostics."""
+        return dataclasses.asdict(get_server_args())
+
     def overrides(self) -> list[dict[str, Any]]:
         """Return the record of permanent overrides, oldest first."""
         return [dataclasses.asdict(entry) for entry in self._overrides]

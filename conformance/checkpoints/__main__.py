@@ -11,7 +11,9 @@ from matrix.space import load_space
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m conformance.checkpoints", description="Make the suite's checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m conformance.checkpoints", description="Make the suite's checkpoints."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="models of matrix/space.toml (default: all)")
     parser.add_argument("--dir", type=Path, default=None, help=f"where to keep them (default: {default_directory()})")
     arguments = parser.parse_args()

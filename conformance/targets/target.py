@@ -44,12 +44,13 @@ class Command:
 
 @dataclass(frozen=True)
 class ModeArguments:
-    """What each weight-cache mode, and a transport, add to a command line."""
+    """What each weight-cache mode, a transport and a device add to a command line."""
 
     off: tuple[str, ...] = ()
     client: tuple[str, ...] = ()
     daemon: tuple[str, ...] = ()
     transport: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Target:
     def transport_arguments(self, transport: str | None) -> list[str]:
         """Return what chooses a transport, for a daemon or an engine."""
         return [part.format(transport=transport) for part in self.arguments.transport] if transport else []
+
+    def device_arguments(self, device: str) -> list[str]:
+        """Return what chooses a device, for a daemon or an engine."""
+        return [part.format(device=device) for part in self.arguments.device]
 
     def ask_version(self) -> str:
         """Return what the version command prints, or a line that says why it could not be asked."""

@@ -76,6 +76,9 @@ def supervise(on_ready: Callable[[str], None]) -> None:
         for rank, event in events(ranks, wakeup):
             if rank is None:
                 return
+            # A rank that was told to stop by itself ends cleanly, and the group with it.
+            if isinstance(event, Exited) and event.status == 0:
+                return
             if isinstance(event, Exited):
                 raise Refusal(
                     f"rank {rank.rank} of the daemon ended ({describe_exit(event.status)}); the others were stopped"
@@ -110,6 +113,8 @@ def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBa
                     return [devices[rank.rank] for rank in ranks]
             case Failed(message):
                 raise Refusal(message)
+            case Exited(0):
+                return None
             case Exited(status):
                 raise Refusal(f"rank {rank.rank} of the daemon ended while loading ({describe_exit(status)})")
     return None

@@ -16,6 +16,9 @@ from reference.errors import Refusal
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing logits by less would overflow float32."""
 
+MAX_TOP_LOGPROBS = 2**24
+"""Top log-probabilities that one request may ask for, over all its positions: they are held until it ends."""
+
 Logprob: TypeAlias = tuple[float | None, int]
 """A log-probability and the token it belongs to; None for a token that nothing predicts."""
 
@@ -53,12 +56,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         self._require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         self._require(0 <= self.temperature <= 1e6, "temperature", self.temperature, "0 to 1000000")
         self._require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
-        self._require(self.top_k == -1 or self.top_k >= 1, "top_k", self.top_k, "-1 (all) or 1 and more")
+        self._require(self.top_k == -1 or 1 <= self.top_k < 2**31, "top_k", self.top_k, "-1 (all) or 1 to 2147483647")
         seed = self.sampling_seed
         in_range = seed is None or -(2**63) <= seed < 2**63
         self._require(in_range, "sampling_seed", seed, "a signed 64-bit integer")
-        bad = [token for token in self.stop_token_ids if token < 0]
-        self._require(not bad, "stop_token_ids", bad, "token ids of 0 and more")
+        bad = [token for token in self.stop_token_ids if not 0 <= token < 2**31]
+        self._require(not bad, "stop_token_ids", bad, "token ids, 0 to 2147483647")
 
     @staticmethod
     def _require(holds: bool, name: str, given: object, allowed: str) -> None:
@@ -143,16 +146,23 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 RankMessage: TypeAlias = ForwardBatch | Stop
 
 
-def check_request(request: GenerateRequest, context_length: int, max_total_tokens: int) -> None:
+def check_request(
+    request: GenerateRequest, context_length: int, max_total_tokens: int, prompt_param: str = "input_ids"
+) -> None:
     """Raise `RequestRefusal` for a request that can never run, whatever else is running."""
     prompt, new = len(request.input_ids), request.sampling.max_new_tokens
     if prompt == 0:
-        raise RequestRefusal("input_ids: no tokens given, at least 1 is needed", param="input_ids")
+        raise RequestRefusal(f"{prompt_param}: no tokens given, at least 1 is needed", param=prompt_param)
     for limit, what in ((context_length, "the context length is"), (max_total_tokens, "the KV pool holds")):
         if prompt + new > limit:
             given = f"{prompt} prompt tokens and {new} new ones given, {prompt + new} in all"
-            message = f"input_ids: {given}, {what} {limit}"
-            raise RequestRefusal(message, param="input_ids", code="context_length_exceeded")
-    if not -1 <= request.logprob_start_len < prompt:
-        message = f"logprob_start_len: {request.logprob_start_len} given, allowed: -1 to {prompt - 1} for this prompt"
+            message = f"{prompt_param}: {given}, {what} {limit}"
+            raise RequestRefusal(message, param=prompt_param, code="context_length_exceeded")
+    start, top = request.logprob_start_len, request.top_logprobs_num
+    if not -1 <= start < prompt:
+        message = f"logprob_start_len: {start} given, allowed: -1 to {prompt - 1} for this prompt"
         raise RequestRefusal(message, param="logprob_start_len")
+    positions = new + (prompt - start if start >= 0 else 1)
+    if not 0 <= top * positions <= MAX_TOP_LOGPROBS:
+        allowed = f"0 to {MAX_TOP_LOGPROBS // positions} for {positions} positions"
+        raise RequestRefusal(f"top_logprobs_num: {top} given, allowed: {allowed}", param="top_logprobs_num")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ from reference.weights.plan import RankPlan, plan_rank
 def run_rank(rank: int, report: Report, rendezvous: socket.socket | None, requests: socket.socket | None) -> None:
     """Be one rank until told to stop. Rank 0 alone has `requests`, the stream from and to the HTTP process."""
     started = time.monotonic()
+    # A service manager signals every process of the engine; the parent decides when its ranks end.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     publish(get_server_args(), Ranks(tp_rank=rank, local_rank=rank))
     # One thread a rank: tiny models gain nothing from more, and ranks would take each other's cores.
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -57,7 +60,8 @@ def run_rank(rank: int, report: Report, rendezvous: socket.socket | None, reques
 
         threading.Thread(target=watch, name="lease", daemon=True).start()
     channel: Channel[EngineRequest] | None = Channel(requests, EngineRequest) if requests is not None else None
-    run_worker(model, kv_cache, scheduler, channel, get_parallel().tp_group.broadcast_bytes)
+    vocab_size = int(checkpoint.config["vocab_size"])
+    run_worker(model, kv_cache, scheduler, channel, get_parallel().tp_group.broadcast_bytes, vocab_size=vocab_size)
     destroy_groups()
 
 
@@ -72,7 +76,12 @@ def context_length(checkpoint: Checkpoint) -> int:
 
 def num_blocks() -> int:
     """Return how many KV blocks the pool has."""
-    return -(-get_exec().max_total_tokens // get_exec().page_size)
+    return int(-(-get_exec().max_total_tokens // get_exec().page_size))
+
+
+def max_total_tokens() -> int:
+    """Return how many tokens the KV pool holds: what was asked for, in whole blocks."""
+    return num_blocks() * int(get_exec().page_size)
 
 
 def _make_pool(model: Qwen3ForCausalLM, checkpoint: Checkpoint, first: bool) -> tuple[KVCache, Scheduler | None]:
@@ -89,6 +98,7 @@ def _make_pool(model: Qwen3ForCausalLM, checkpoint: Checkpoint, first: bool) -> 
         get_exec().max_prefill_tokens,
         context_length(checkpoint),
         eos_token_ids(checkpoint.path),
+        get_exec().random_seed,
     )
     return kv_cache, scheduler
 

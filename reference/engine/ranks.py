@@ -80,10 +80,13 @@ class RankProcess:
     status: int | None = None
 
 
-def fork_ranks(count: int, main: Callable[[int, Report], None], death_signal: signal.Signals) -> list[RankProcess]:
+def fork_ranks(
+    count: int, main: Callable[[int, Report], None], death_signal: signal.Signals | None
+) -> list[RankProcess]:
     """Fork `count` ranks that run `main(rank, report)` and exit: 0, or 1 behind a `Failed` event.
 
-    `death_signal` is what a rank gets when this process dies. To be called while this process has one thread.
+    `death_signal` is what a rank gets when this process dies; with None it outlives this process. To be called while
+    this process has one thread.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -104,7 +107,7 @@ def fork_ranks(count: int, main: Callable[[int, Report], None], death_signal: si
 
 
 def _run_child(
-    rank: int, main: Callable[[int, Report], None], report: Report, death_signal: signal.Signals, parent: int
+    rank: int, main: Callable[[int, Report], None], report: Report, death_signal: signal.Signals | None, parent: int
 ) -> None:
     status = 1
     try:
@@ -112,7 +115,8 @@ def _run_child(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        die_with_parent(death_signal, parent)
+        if death_signal is not None:
+            die_with_parent(death_signal, parent)
         main(rank, report)
         status = 0
     except Refusal as error:
@@ -168,11 +172,8 @@ def events(
                     yield rank, Exited(rank.status)
 
 
-def stop(ranks: list[RankProcess], how: signal.Signals, grace: float) -> None:
-    """Signal every rank that still runs, wait `grace` seconds, then kill; return when all are gone."""
-    for rank in ranks:
-        if rank.status is None:
-            signal.pidfd_send_signal(rank.pidfd, how)
+def wait(ranks: list[RankProcess], grace: float) -> None:
+    """Wait until every rank has ended; kill those that have not after `grace` seconds each."""
     for rank in ranks:
         if rank.status is None:
             with selectors.DefaultSelector() as selector:
@@ -180,6 +181,14 @@ def stop(ranks: list[RankProcess], how: signal.Signals, grace: float) -> None:
                 if not selector.select(grace):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
             rank.status = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
+
+
+def stop(ranks: list[RankProcess], how: signal.Signals, grace: float) -> None:
+    """Signal every rank that still runs, then `wait`."""
+    for rank in ranks:
+        if rank.status is None:
+            signal.pidfd_send_signal(rank.pidfd, how)
+    wait(ranks, grace)
 
 
 def report_progress(report: Report, what: str) -> Callable[[int, int], None]:
