@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
-
 from conformance.case import CacheCase, DiskCase, EndsCleanly, Facts, GreedyCase, WeightCacheCase
+from conformance.world_size import world_size_mark
 from matrix.cell import Cell
 from matrix.space import Space
-
-
-def world_size_mark(world_size: int) -> pytest.MarkDecorator:
-    """Return the marker of a world size; `2gpu` is no Python identifier, so that it can't be `pytest.mark.2gpu`."""
-    mark: pytest.MarkDecorator = getattr(pytest.mark, f"{world_size}gpu")
-    return mark
 
 
 def make_class(cell: Cell, space: Space, module: str) -> type[WeightCacheCase]:

@@ -15,6 +15,7 @@ from conformance.recording import Recorder, cell_of
 from conformance.run import Run
 from conformance.suite import SELFTEST, SUITE, SUITE_KEY, Suite, suite_of
 from conformance.targets.target import BadTarget
+from conformance.world_size import WORLD_SIZES
 from matrix.generate import cells
 from matrix.space import load_space
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
     from xdist.workermanage import WorkerController
 
-WORLD_SIZES = (1, 2, 4, 8)
 _RECORDER = pytest.StashKey[Recorder]()
 _WORKER_INPUT = "weight_cache_conformance"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_ID = re.compile(r"(?P<model>[a-z0-9.-]+)/(?P<layout>[a-z0-9-]+)/(?P<mode>[a-z_]+)/(?P<transport>[a-z_]+)", re.ASCII)
+MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*", re.ASCII)
+_ID = re.compile(
+    rf"(?P<model>{MODEL_NAME.pattern})/(?P<layout>[a-z0-9-]+)/(?P<mode>[a-z_]+)/(?P<transport>[a-z_]+)", re.ASCII
+)
 _LAYOUT = re.compile(r"tp(?P<tp>[1-9][0-9]*)", re.ASCII)
 #: The transports that go unnamed in a class name; any other is appended.
 _UNNAMED_TRANSPORTS = ("private", "shm")

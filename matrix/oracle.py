@@ -311,8 +311,9 @@ def _fill(checkpoint: Checkpoint, tensor: ManifestTensor) -> Array:
         stored = checkpoint.tensors[source.tensor]
         part = stored.map()[tuple(slice(start, stop) for start, stop in zip(source.start, source.stop, strict=True))]
         leading = len(source.at) - part.ndim
-        inner = tuple(slice(at, at + size) for at, size in zip(source.at[leading:], part.shape, strict=True))
-        array[(*source.at[:leading], *inner)] = cast(part, stored.dtype, tensor.dtype)
+        box: list[int | slice] = [*source.at[:leading]]
+        box += [slice(at, at + size) for at, size in zip(source.at[leading:], part.shape, strict=True)]
+        array[tuple(box)] = cast(part, stored.dtype, tensor.dtype)
     return array
 
 

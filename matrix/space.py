@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from matrix.cell import MODEL_NAME, Cell, Layout
 from matrix.model_shape import ConfigError, ModelShape
 
 SPACE_FORMAT = 1
@@ -90,13 +91,16 @@ def load_space(path: str | Path | None = None) -> Space:
     if space.format != SPACE_FORMAT:
         raise SpaceError(f"{path}: format is {space.format}; this version reads {SPACE_FORMAT}")
     names = [model.name for model in space.models]
-    for model in space.models:
+    classes = [Cell(name, Layout(), "off", "private").class_name for name in names]
+    for model, class_name in zip(space.models, classes, strict=True):
         try:
             _ = model.shape
         except ConfigError as error:
             raise SpaceError(f"{path}: {error}") from error
-        if names.count(model.name) > 1:
-            raise SpaceError(f"{path}: model {model.name}: the name is used twice")
+        if not MODEL_NAME.fullmatch(model.name):
+            raise SpaceError(f"{path}: model {model.name!r}: a name is lower-case letters, digits, '.' and '-'")
+        if classes.count(class_name) > 1:
+            raise SpaceError(f"{path}: model {model.name}: another model has the same name, or the same class names")
     for tier_name, tier in space.tiers.items():
         _check_tier(path, tier_name, tier, space.axes, names)
     return space

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, get_type_hints
 
+from reference import __version__
 from reference.errors import ArgumentRefusal
 
 NAMESPACES = {
@@ -221,14 +222,35 @@ def changes_bytes() -> tuple[str, ...]:
     return tuple(name for name, declaration in declarations().items() if declaration.changes_bytes)
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command of this package, as its help shows it."""
+
+    prog: str
+    description: str
+
+
+ENGINE = Command(
+    "python -m reference.engine",
+    "Serve a model over HTTP (SGLang's and OpenAI's routes), its weights from the disk or from a weight cache daemon."
+    " Prints `ready: URL` when it serves.",
+)
+DAEMON = Command(
+    "python -m reference.daemon",
+    "Keep a model's finished weights in memory, one process a rank, for engines to map. Takes the engine's arguments, so"
+    " that both derive the same key. Prints `ready: ...` when every rank serves.",
+)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ArgumentRefusal(f"{message} (see `{self.prog} --help`)")
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def make_parser(command: Command) -> argparse.ArgumentParser:
     """Return a parser of all declared arguments, its help grouped by namespace."""
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    parser = _Parser(prog=command.prog, description=command.description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"reference {__version__}")
     groups = {name: parser.add_argument_group(title) for name, title in NAMESPACES.items()}
     hints = get_type_hints(ServerArgs)
     for spec in dataclasses.fields(ServerArgs):
@@ -247,12 +269,13 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: Sequence[str], prog: str, description: str) -> ServerArgs:
+def parse_args(argv: Sequence[str], command: Command) -> ServerArgs:
     """Parse and validate a command line.
 
-    Raises `ArgumentRefusal` naming the flag, what was given and what is allowed. Exits with status 0 on `--help`.
+    Raises `ArgumentRefusal` naming the flag, what was given and what is allowed. Exits with status 0 on `--help` and
+    `--version`.
     """
-    args = ServerArgs(**vars(make_parser(prog, description).parse_args(list(argv))))
+    args = ServerArgs(**vars(make_parser(command).parse_args(list(argv))))
     check_args(args)
     return args
 

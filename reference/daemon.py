@@ -5,7 +5,8 @@ Imports nothing heavy: the work is done by `reference.cache.supervisor`, in a ch
 
 import sys
 
+from reference.args import DAEMON
 from reference.engine.forkserver import run_command
 
 if __name__ == "__main__":
-    sys.exit(run_command("reference.cache.supervisor", sys.argv[1:]))
+    sys.exit(run_command(DAEMON, "reference.cache.supervisor", sys.argv[1:]))

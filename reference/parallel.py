@@ -91,7 +91,7 @@ def initialize_groups(world_rank: int, rendezvous: socket.socket | None = None) 
     if rendezvous is not None and tp_size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host, port = rendezvous.getsockname()[:2]
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # exported by torch without saying so
             host,
             port,
             tp_size,

@@ -26,7 +26,7 @@ ready = 'ready: (?P<url>\\S+)'
 MODULE = """
 import os
 import pytest
-from conformance.classes import world_size_mark
+from conformance.world_size import world_size_mark
 from conformance.requirement import requirement
 from conformance.targets import DidNotStart
 from matrix.generate import cells

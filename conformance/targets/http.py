@@ -20,18 +20,18 @@ class BadReply(TargetFault):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What an engine says of one of its ranks."""
+    """What an engine says of one of its ranks. What had to be agreed with a daemon may be null where there was none."""
 
     tp_rank: int
     device: str
     pid: int
     source: str
     transport: str | None
-    key: str
+    key: str | None
     layout_hash: str
-    checkpoint: str
-    checkpoint_verified: str
-    epoch: int
+    checkpoint: str | None
+    checkpoint_verified: str | None
+    epoch: int | None
     digests: dict[str, list[str]]
     digest_state: str
     load_seconds: float

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as ProgressBar
 
-from reference.args import parse_args
+from reference.args import DAEMON, parse_args
 from reference.cache.daemon import DaemonRank
 from reference.context import Ranks, get_parallel, get_server_args, publish
 from reference.engine.ranks import (
@@ -33,7 +33,6 @@ from reference.engine.ranks import (
 from reference.errors import Refusal
 from reference.parallel import initialize_groups
 
-PROG = "python -m reference.daemon"
 _GRACE = 10.0  # seconds between telling a rank to stop and killing it
 
 
@@ -44,10 +43,7 @@ class _Stopped(SystemExit):
 def main(argv: Sequence[str]) -> int:
     """Run the daemon of every local rank until SIGTERM or SIGINT. Returns the exit status."""
     try:
-        args = parse_args(
-            argv, PROG, "Keep a model's finished weights in memory, one process a rank, for engines to map."
-        )
-        publish(args, None)
+        publish(parse_args(argv, DAEMON), None)
         supervise(lambda text: print(f"ready: {text}", flush=True))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)

@@ -134,7 +134,10 @@ def receive_request(sock: socket.socket, timeout: float) -> Request | None:
     frame = _receive(sock, time.monotonic() + timeout)
     if frame is None:
         return None
-    return _decode(_requests, frame[0], frame[1])
+    request: Request = _decode(_requests, frame[0], frame[1])
+    # No request brings descriptors; what a peer sends along is closed, not kept.
+    close_all(frame[1])
+    return request
 
 
 def receive_reply(sock: socket.socket, timeout: float) -> tuple[Reply, list[int]]:

@@ -5,7 +5,8 @@ Imports nothing heavy: the work is done by `reference.engine.launcher`, in a chi
 
 import sys
 
+from reference.args import ENGINE
 from reference.engine.forkserver import run_command
 
 if __name__ == "__main__":
-    sys.exit(run_command("reference.engine.launcher", sys.argv[1:]))
+    sys.exit(run_command(ENGINE, "reference.engine.launcher", sys.argv[1:]))

@@ -22,6 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from reference.args import Command, parse_args
+from reference.errors import ArgumentRefusal
+
 ENVIRONMENT = "WEIGHT_CACHE_FORK_SERVER"
 _PRELOAD = (
     "torch",
@@ -34,8 +37,16 @@ _PRELOAD = (
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run_command(module: str, argv: Sequence[str]) -> int:
-    """Run `module.main(argv)`: in a child of the fork server that `$WEIGHT_CACHE_FORK_SERVER` names, or else right here."""
+def run_command(command: Command, module: str, argv: Sequence[str]) -> int:
+    """Run `module.main(argv)`: in a child of the fork server that `$WEIGHT_CACHE_FORK_SERVER` names, or else right here.
+
+    The command line is checked before anything heavy is imported.
+    """
+    try:
+        parse_args(argv, command)
+    except ArgumentRefusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     path = os.environ.get(ENVIRONMENT)
     if not path:
         return int(importlib.import_module(module).main(list(argv)))
@@ -164,7 +175,7 @@ class _Server:
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

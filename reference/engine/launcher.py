@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from reference.args import parse_args
+from reference.args import ENGINE, parse_args
 from reference.cache.supervisor import supervise
 from reference.context import get_cache, get_context, get_model, get_parallel, get_server, publish
 from reference.engine.client import EngineClient, EngineState
@@ -36,15 +36,13 @@ from reference.engine.tokenizer import Tokenizer
 from reference.errors import ArgumentRefusal, Refusal
 from reference.weights.checkpoint import Checkpoint
 
-PROG = "python -m reference.engine"
 _GRACE = 10.0  # seconds for ranks and daemons to end by themselves
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve a model over HTTP until SIGTERM or SIGINT. Returns the exit status."""
     try:
-        description = "Serve a model over HTTP, its weights from the disk or from a weight cache daemon."
-        publish(parse_args(argv, PROG, description), None)
+        publish(parse_args(argv, ENGINE), None)
         Engine().run()
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)

@@ -85,11 +85,8 @@ def max_total_tokens() -> int:
 
 
 def _make_pool(model: Qwen3ForCausalLM, checkpoint: Checkpoint, first: bool) -> tuple[KVCache, Scheduler | None]:
-    attention = model.model.layers[0].self_attn
-    config, page_size = checkpoint.config, get_exec().page_size
-    dtype = attention.qkv_proj.weight.dtype
-    layers = config["num_hidden_layers"]
-    kv_cache = KVCache.allocate(layers, num_blocks(), page_size, attention.kv_heads, attention.head_dim, dtype)
+    page_size = get_exec().page_size
+    kv_cache = KVCache.allocate(model.num_layers, num_blocks(), page_size, model.kv_heads, model.head_dim, model.dtype)
     if not first:
         return kv_cache, None
     scheduler = Scheduler(

@@ -30,6 +30,16 @@ def divide(what: str, total: int, parts: int) -> int:
     return total // parts
 
 
+def local_kv_heads(kv_heads: int) -> int:
+    """Return how many KV heads a rank holds: its share, or one that it has in common with its neighbours."""
+    tp_size = get_parallel().tp_size
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise ArgumentRefusal(
+            f"--tp-size: {tp_size} neither divides num_key_value_heads ({kv_heads}) nor is a multiple of it"
+        )
+    return max(1, kv_heads // tp_size)
+
+
 def rows(tensor: str, of: tuple[int, int], first: int, count: int, at: tuple[int, ...]) -> Source:
     """Return `count` rows of a `[out, in]` checkpoint matrix, landing at `at`."""
     return Source(tensor, of, (first, 0), (first + count, of[1]), at)
@@ -89,6 +99,18 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project without communication: each rank has its own rows."""
+        return F.linear(x, self.weight)
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection that every rank holds whole. Weight `[out, in]`."""
+
+    def __init__(self, prefix: str, out: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = planned((out, inner), dtype, whole(f"{prefix}.weight", (out, inner)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Project `[T, in]` to `[T, out]`, equal on every rank."""
         return F.linear(x, self.weight)
 
 
@@ -158,11 +180,7 @@ class Attention(nn.Module):
         parallel = get_parallel()
         self.layer, self.head_dim = layer, head_dim
         self.heads = q = divide("num_attention_heads", heads, parallel.tp_size)
-        if kv_heads % parallel.tp_size and parallel.tp_size % kv_heads:
-            raise ArgumentRefusal(
-                f"--tp-size: {parallel.tp_size} neither divides num_key_value_heads ({kv_heads}) nor is a multiple of it"
-            )
-        self.kv_heads = kv = max(1, kv_heads // parallel.tp_size)
+        self.kv_heads = kv = local_kv_heads(kv_heads)
         first_kv = parallel.tp_rank * kv_heads // parallel.tp_size
         d, p = head_dim, prefix
         sources = (

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from reference.errors import CheckpointRefusal
 from reference.kernels.attention import AttentionBatch
-from reference.models.layers import Attention, FusedMoE, GatedMLP, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
-from reference.weights.plan import planned, whole
+from reference.models.layers import (
+    Attention,
+    FusedMoE,
+    GatedMLP,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    local_kv_heads,
+)
 
 if TYPE_CHECKING:
     from reference.engine.kv import KVCache
@@ -26,14 +33,13 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         experts, hidden = num_experts(config), config["hidden_size"]
         self.top_k, self.norm_topk_prob = config["num_experts_per_tok"], config.get("norm_topk_prob", False)
-        self.gate = nn.Module()
-        self.gate.weight = planned((experts, hidden), dtype, whole(f"{prefix}.gate.weight", (experts, hidden)))
+        self.gate = ReplicatedLinear(f"{prefix}.gate", experts, hidden, dtype)
         slots = tuple(range(experts))
         self.experts = FusedMoE(f"{prefix}.experts", layer, slots, hidden, config["moe_intermediate_size"], dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`, each token through its `top_k` experts."""
-        scores = F.linear(x, self.gate.weight).float().softmax(-1)
+        scores = self.gate(x).float().softmax(-1)
         weights, ids = scores.topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -85,11 +91,18 @@ class _Backbone(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The whole model, for this rank. Built on the meta device; `weights.fill.bind` gives it its tensors."""
+    """The whole model, for this rank. Built on the meta device; `weights.fill.bind` gives it its tensors.
+
+    `num_layers`, `kv_heads` (this rank's), `head_dim` and `dtype` say what KV cache it needs.
+    """
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
         _check_config(config)
+        self.num_layers = int(config["num_hidden_layers"])
+        self.kv_heads = local_kv_heads(config["num_key_value_heads"])
+        self.head_dim = head_dim(config)
+        self.dtype = dtype
         self.model = _Backbone(config, dtype)
         self.lm_head = (
             self.model.embed_tokens
