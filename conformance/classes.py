@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from conformance.case import CacheCase, DiskCase, EndsCleanly, Facts, GreedyCase, WeightCacheCase
+from conformance.cache_case import CacheCase
+from conformance.case import DiskCase, EndsCleanly, Facts, GreedyCase, WeightCacheCase
 from conformance.world_size import world_size_mark
 from matrix.cell import Cell
 from matrix.space import Space

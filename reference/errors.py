@@ -2,7 +2,13 @@
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a malfunction
-    """The program declines to go on. The command line prints the message behind `error: ` and exits with status 1."""
+    """The program declines to go on. The command line prints the message behind `error: ` and exits with status 1.
+
+    The message is one line whatever names it quotes: line breaks in them are shown as escapes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\\n".join(message.splitlines()))
 
 
 class ArgumentRefusal(Refusal):

@@ -41,20 +41,17 @@ class Runner:
         self.block_size = block_size
         self.memory = [None] * (num_blocks * block_size)
 
-    def history(self, step):
-        slots = [
-            step.block_table[p // self.block_size] * self.block_size + p % self.block_size
-            for p in range(step.start + len(step.input_ids))
-        ]
-        for slot, token in zip(slots[step.start :], step.input_ids, strict=True):
-            self.memory[slot] = token
-        return [self.memory[slot] for slot in slots]
+    def slots(self, step):
+        positions = range(step.start + len(step.input_ids))
+        return [step.block_table[p // self.block_size] * self.block_size + p % self.block_size for p in positions]
 
     def run(self, scheduler, batch):
-        histories, queries = [self.history(step) for step in batch.sequences], iter(scheduler.queries(batch))
-        # All are written before any is read back: a block with two owners shows in this pass or the next.
-        histories = [self.history(step) for step in batch.sequences] and histories
-        results = []
+        # All are written before any is read: a block with two owners shows in this pass or the next.
+        for step in batch.sequences:
+            for slot, token in zip(self.slots(step)[step.start :], step.input_ids, strict=True):
+                self.memory[slot] = token
+        histories = [[self.memory[slot] for slot in self.slots(step)] for step in batch.sequences]
+        queries, results = iter(scheduler.queries(batch)), []
         for step, history in zip(batch.sequences, histories, strict=True):
             for row in range(step.logits_start, len(history)):
                 query = next(queries)
@@ -70,8 +67,9 @@ class Runner:
 def check_batch(batch, pool, limits):
     """Check what holds of every batch: no block twice, enough of them, no more sequences and tokens than allowed."""
     blocks = [block for step in batch.sequences for block in step.block_table]
-    assert len(blocks) == len(set(blocks)) == pool.num_blocks - pool.num_free or batch.kind == "prefill"
+    used = pool.num_blocks - pool.num_free
     assert len(blocks) == len(set(blocks))
+    assert len(blocks) <= used if batch.kind == "prefill" else len(blocks) == used
     for step in batch.sequences:
         assert len(step.block_table) == pool.blocks_for(step.start + len(step.input_ids))
         assert (len(step.input_ids) == 1) if batch.kind == "decode" else (step.start == 0)

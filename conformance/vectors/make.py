@@ -61,7 +61,7 @@ def digest_vectors() -> dict[str, Any]:
 def tensor(name: str, shape: Sequence[int], dtype: str = "bfloat16", **fields: Any) -> dict[str, Any]:
     """Return one tensor of a layout, contiguous; a parameter copied from nowhere unless `fields` say otherwise."""
     stride = [int(np.prod(shape[axis + 1 :], dtype=int)) for axis in range(len(shape))]
-    whole = {"kind": "parameter", "alias": None, "transform": {"op": "copy"}, "sources": []}
+    whole: dict[str, Any] = {"kind": "parameter", "alias": None, "transform": {"op": "copy"}, "sources": []}
     return {"name": name, "dtype": dtype, "shape": list(shape), "stride": stride, **whole, **fields}
 
 
@@ -117,15 +117,19 @@ def layout_vectors() -> dict[str, Any]:
         "bias": ("bfloat16", [], digest(np.array(0x3F80, "<u2"))),
     }
     fingerprint = checkpoint_fingerprint(stored)
-    layout = cases[-1]["layout_hash"]
+    layout = layout_hash(*layouts()["experts"])
     return {
         "about": "SPEC.md sections 2 and 4. Tensors come in an order that must not matter; `canonical_json` is what is hashed.",
         "cases": cases,
         "fingerprints": [{"tensors": stored, "checkpoint": fingerprint}],
         "keys": [
-            {"checkpoint": fingerprint, "layout": layout, "post_processing": version, "key": key}
+            {
+                "checkpoint": fingerprint,
+                "layout": layout,
+                "post_processing": version,
+                "key": cache_key(fingerprint, layout, version),
+            }
             for version in (1, 2)
-            for key in (cache_key(fingerprint, layout, version),)
         ],
     }
 

@@ -5,6 +5,7 @@ Nothing is believed that was not derived here first: the plan, the fingerprint a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from reference.cache.transport import shm
 from reference.cache.transport.base import Slab
 from reference.context import get_cache, get_context
 from reference.errors import CacheRefusal
-from reference.weights.checkpoint import Checkpoint
+from reference.weights.checkpoint import Checkpoint, dtype_name
+from reference.weights.fill import slab_bytes
 from reference.weights.fingerprint import TensorDigests, compute_digests, fingerprint, known_digests, sample
 from reference.weights.plan import RankPlan
 
@@ -71,31 +73,33 @@ def attach(plan: RankPlan, checkpoint: Checkpoint, device: str, first_shard: int
     lease = _connect(where)
     if lease is None:
         raise CacheRefusal("key_mismatch", _explain(plan, checkpoint, digests, peers))
+    descriptors: list[int] = []
     try:
-        wire.send(lease, wire.Attach(key))
-        reply, descriptors = wire.receive_reply(lease, get_cache().weight_cache_timeout)
+        status, descriptors = wire.ask(lease, wire.Status(), _ANSWER)
+        wire.close_all(descriptors)
+        reply, descriptors = wire.ask(lease, wire.Attach(key), get_cache().weight_cache_timeout)
         if isinstance(reply, wire.Error):
             raise CacheRefusal(reply.code, f"daemon at {where.socket} refused: {reply.message}")
         if (
-            not isinstance(reply, wire.AttachReply)
+            not isinstance(status, wire.StatusReply)
+            or not isinstance(reply, wire.AttachReply)
             or len(descriptors) != 2
             or reply.key != key
             or reply.transport != "shm"
         ):
-            wire.close_all(descriptors)
             raise CacheRefusal(
                 "protocol",
                 f"daemon at {where.socket} answered attach with {reply!r} and {len(descriptors)} descriptors",
             )
-        manifest = manifests.decode(read_bytes(descriptors[1], reply.manifest_size))
-        manifests.check_against_plan(manifest, plan)
-        slab = shm.attach(descriptors[0], reply.slab_size)
+        manifest = manifests.decode(read_bytes(descriptors.pop(), reply.manifest_size))
+        manifests.check_against_plan(manifest, plan, key, content)
+        slab = shm.attach(descriptors[0], slab_bytes(plan))
     except BaseException:
+        wire.close_all(descriptors)
         lease.close()
         raise
     lease.settimeout(None)
-    pid = next((peer.status.pid for peer in _living_daemons(device) if peer.status.key == key), 0)
-    return Attachment(slab, manifest, lease, key, content, verified, reply.transport, pid)
+    return Attachment(slab, manifest, lease, key, content, verified, reply.transport, status.pid)
 
 
 def wait_for_end(lease: socket.socket) -> None:
@@ -131,8 +135,7 @@ def _ask(where: registry.Place, request: wire.Request, timeout: float) -> tuple[
     if sock is None:
         return None
     with sock:
-        wire.send(sock, request)
-        return wire.receive_reply(sock, timeout)
+        return wire.ask(sock, request, timeout)
 
 
 def _living_daemons(device: str) -> list[_Peer]:
@@ -142,7 +145,10 @@ def _living_daemons(device: str) -> list[_Peer]:
             answer = _ask(where, wire.Status(), _ANSWER)
         except CacheRefusal:
             continue
-        if answer and isinstance(answer[0], wire.StatusReply):
+        if answer is None:
+            continue
+        wire.close_all(answer[1])
+        if isinstance(answer[0], wire.StatusReply):
             peers.append(_Peer(where, answer[0]))
     return peers
 
@@ -169,7 +175,7 @@ def _digest_unknown_files(
         data = _document(peer, wire.GetCheckpoint())
         if data is None:
             continue
-        theirs = _Samples.decode(data)
+        theirs = _decode_digests(data)
         differing = _first_different_sample(theirs, checkpoint)
         if differing is None:
             if get_cache().checkpoint_verify == "sampled":
@@ -185,13 +191,21 @@ def _digest_unknown_files(
     raise CacheRefusal("key_mismatch", _explain(plan, checkpoint, None, peers))
 
 
+def _decode_digests(data: bytes) -> dict[str, TensorDigests]:
+    try:
+        return _Samples.decode(data)
+    except msgspec.MsgspecError as error:
+        raise CacheRefusal("protocol", f"daemon's digests can't be read ({error}); is it another version?") from None
+
+
 def _first_different_sample(theirs: dict[str, TensorDigests], checkpoint: Checkpoint) -> str | None:
     for name in sorted(theirs.keys() | checkpoint.shard_of.keys()):
-        if (
-            name not in theirs
-            or name not in checkpoint.shard_of
-            or sample(checkpoint.view(name)) != theirs[name].sample
-        ):
+        if name not in theirs or name not in checkpoint.shard_of:
+            return name
+        entry = checkpoint.entry(name)
+        if (theirs[name].dtype, theirs[name].shape) != (dtype_name(entry.dtype), entry.shape):
+            return name
+        if sample(checkpoint.view(name)) != theirs[name].sample:
             return name
     return None
 
@@ -203,20 +217,29 @@ def _explain(
     ours = get_context().snapshot()
     nearest = min(peers, key=lambda p: (p.status.layout_hash != plan.layout_hash, len(_different_arguments(p, ours))))
     parts = _different_arguments(nearest, ours)
-    if nearest.status.layout_hash != plan.layout_hash and nearest.status.state == "ready":
-        data = _document(nearest, wire.GetManifest())
-        parts += (
-            [difference] if data and (difference := manifests.first_difference(manifests.decode(data), plan)) else []
-        )
-    elif digests is not None and nearest.status.checkpoint != fingerprint(digests):
-        data = _document(nearest, wire.GetCheckpoint())
-        theirs = _Samples.decode(data) if data else {}
-        names = (name for name in sorted(theirs.keys() | digests.keys()) if theirs.get(name) != digests.get(name))
-        parts.append(f"content of checkpoint tensor {next(names, '(unknown)')} in {checkpoint.path}")
+    # The refusal stands without the details: those that can't be had, or would have to be waited for, are left out.
+    if nearest.status.state == "ready":
+        with contextlib.suppress(CacheRefusal):
+            parts += _different_bytes(nearest, plan, checkpoint, digests)
     return (
         f"daemon on {nearest.status.device} (pid {nearest.status.pid}) does not hold this rank's bytes; it differs in: "
         f"{'; '.join(parts) or 'post-processing version'}; start a daemon with the engine's arguments"
     )
+
+
+def _different_bytes(
+    peer: _Peer, plan: RankPlan, checkpoint: Checkpoint, digests: dict[str, TensorDigests] | None
+) -> list[str]:
+    if peer.status.layout_hash != plan.layout_hash:
+        data = _document(peer, wire.GetManifest())
+        difference = manifests.first_difference(manifests.decode(data), plan) if data else None
+        return [difference] if difference else []
+    if digests is not None and peer.status.checkpoint != fingerprint(digests):
+        data = _document(peer, wire.GetCheckpoint())
+        theirs = _decode_digests(data) if data else {}
+        names = (name for name in sorted(theirs.keys() | digests.keys()) if theirs.get(name) != digests.get(name))
+        return [f"content of checkpoint tensor {next(names, '(unknown)')} in {checkpoint.path}"]
+    return []
 
 
 def _different_arguments(peer: _Peer, ours: dict[str, dict[str, Any]]) -> list[str]:

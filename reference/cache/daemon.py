@@ -31,17 +31,19 @@ if TYPE_CHECKING:
     from reference.cache.transport.base import Slab
 
 _REQUEST = 10.0  # seconds a connection may take for one whole request
+_FAREWELL = 1.0  # seconds that a daemon which ends while it loads gives its clients to hear of it
+_OUT_OF_DESCRIPTORS = 0.1  # seconds between attempts to accept while the process can't open more
 _TRANSPORT = "shm"
 
 
 class DaemonRank:
-    """What one rank holds and how far it is. Made by `load`; `serve` answers from the moment the place is claimed."""
+    """What one rank holds and how far it is. It answers from the moment it has claimed its place.
+
+    `claim`, `load`, `open`, `close`, in this order; `close` may come after any of them.
+    """
 
     def __init__(self, rank: int, progress: Callable[[int, int], None]) -> None:
-        """Plan this rank's tensors, derive its key and claim its place. Raises `Refusal`; nothing is left then.
-
-        `progress` gets bytes digested and in all.
-        """
+        """Plan this rank's tensors and derive its key. `progress` gets bytes digested and in all. Raises `Refusal`."""
         self.device = device_name()
         registry.check_socket_path(self.device)
         self._checkpoint = Checkpoint.open(get_model().model_path)
@@ -56,19 +58,20 @@ class DaemonRank:
         self._state = "loading"
         self._progress = (0, self._plan.slab_size)
         self._leases = 0
+        self._waiting = 0
         self._changed = threading.Condition()
         self._slab: Slab | None = None
         self._documents: dict[type, tuple[int, int]] = {}
+        self._claim: registry.Claim | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def claim(self) -> None:
+        """Take this key's place in the registry and answer there. Raises `CacheRefusal` where a daemon has it."""
         self._claim = registry.Claim(self.device, self.key)
-        try:
-            self._write_status()
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(str(self._claim.place.socket))
-            self._listener.listen(128)
-            threading.Thread(target=self._accept, name="accept", daemon=True).start()
-        except BaseException:
-            self._claim.release()
-            raise
+        self._write_status()
+        self._listener.bind(str(self._claim.place.socket))
+        self._listener.listen(128)
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def load(self, progress: Callable[[int, int], None]) -> None:
         """Fill the slab from disk, digest it and seal it. `progress` gets bytes done and in all."""
@@ -93,17 +96,23 @@ class DaemonRank:
         self._write_status()
 
     def close(self) -> None:
-        """Remove this daemon from the registry and wake those who wait for it."""
+        """Remove this daemon from the registry and tell those who wait for it that nothing will come."""
         with self._changed:
             self._state = "ended"
             self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept; closing would not
         self._listener.close()
-        self._claim.release()
+        if self._claim is not None:
+            self._claim.release()
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0, _FAREWELL)
 
     def _publish(self, request: type, name: str, data: bytes) -> None:
         self._documents[request] = (seal_bytes(name, data), len(data))
 
     def _write_status(self) -> None:
+        assert self._claim is not None
         self._claim.write_status(
             registry.StatusFile(
                 pid=os.getpid(),
@@ -122,7 +131,10 @@ class DaemonRank:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._state == "ended":
+                    return
+                time.sleep(_OUT_OF_DESCRIPTORS)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -167,7 +179,7 @@ class DaemonRank:
 
     def _grant(self, connection: socket.socket, key: str) -> None:
         if key != self.key:
-            raise CacheRefusal("key_mismatch", f"asked for key {key}, this daemon holds {self.key}")
+            raise CacheRefusal("key_mismatch", f"asked for key {key[:64]!r}, this daemon holds {self.key}")
         manifest, size = self._document(wire.GetManifest())
         slab = self._slab
         assert slab is not None

@@ -32,7 +32,7 @@ def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().reshape(-1).view(torch.uint8)
     nbytes = data.numel()
     # Views into a slab start on a word; a slice of a shard may not, and is copied block by block then.
-    aligned = data.data_ptr() % 8 == 0 if nbytes else True
+    aligned = nbytes == 0 or (data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0)
     whole = nbytes // 8
     sums = [0, 0]
     size = min(_BLOCK, max(1, whole))

@@ -58,14 +58,21 @@ def make_manifest(plan: RankPlan, slab: torch.Tensor, key: str, checkpoint: str)
     return Manifest(FORMAT, key, plan.layout_hash, checkpoint, 0, plan.slab_size, experts, tensors)
 
 
-def check_against_plan(manifest: Manifest, plan: RankPlan) -> None:
-    """Compare a daemon's manifest with this rank's own plan, place in the slab included.
+def check_against_plan(manifest: Manifest, plan: RankPlan, key: str, checkpoint: str) -> None:
+    """Compare a daemon's manifest with this rank's own plan, key and fingerprint, place in the slab included.
 
     Raises `CacheRefusal` (`protocol`): equal keys with another structure mean that one side is wrong.
     """
     difference = first_difference(manifest, plan)
     if manifest.format != FORMAT:
         difference = f"manifest format {manifest.format}, this engine reads {FORMAT}"
+    for what, theirs, ours in (
+        ("key", manifest.key, key),
+        ("layout hash", manifest.layout_hash, plan.layout_hash),
+        ("checkpoint", manifest.checkpoint, checkpoint),
+    ):
+        if difference is None and theirs != ours:
+            difference = f"{what} {_short(theirs)}, this engine's is {ours}"
     if difference is None and manifest.slab_size != plan.slab_size:
         difference = f"slab of {manifest.slab_size} bytes, planned {plan.slab_size}"
     if difference is None:
@@ -85,7 +92,7 @@ def first_difference(manifest: Manifest, plan: RankPlan) -> str | None:
     for name in sorted(held.keys() ^ wanted.keys()):
         return f"tensor {name} is only on the {'daemon' if name in held else 'engine'}'s side"
     slots = {str(layer): list(experts) for layer, experts in plan.experts.items()}
-    for layer in sorted(manifest.experts.keys() | slots.keys(), key=int):
+    for layer in sorted(manifest.experts.keys() | slots.keys(), key=lambda layer: (len(layer), layer)):
         theirs, ours = manifest.experts.get(layer, []), slots.get(layer, [])
         if len(theirs) != len(ours):
             return f"layer {layer} has {len(theirs)} expert slots in the daemon, {len(ours)} in the engine"

@@ -58,7 +58,7 @@ def supervise(on_ready: Callable[[str], None]) -> None:
     """
     wakeup, signalled = socket.socketpair()
     signalled.setblocking(False)
-    ranks = fork_ranks(get_parallel().world_size, _run_rank, signal.SIGTERM)
+    ranks = fork_ranks(get_parallel().world_size, _run_rank, signal.SIGTERM, (wakeup, signalled))
     # Installed after the fork: the ranks have handlers of their own.
     signal.set_wakeup_fd(signalled.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -122,7 +122,7 @@ def send(sock: socket.socket, message: Request | Reply, descriptors: tuple[int, 
     """Send one message, with descriptors beside its first byte."""
     body = msgspec.msgpack.encode(message)
     frame = _HEADER.pack(MAGIC, VERSION, 0, len(body)) + body
-    sent = socket.send_fds(sock, [frame], list(descriptors)) if descriptors else sock.send(frame)
+    sent = socket.send_fds(sock, [frame], list(descriptors)) if descriptors else 0
     sock.sendall(frame[sent:])
 
 
@@ -140,12 +140,13 @@ def receive_request(sock: socket.socket, timeout: float) -> Request | None:
     return request
 
 
-def receive_reply(sock: socket.socket, timeout: float) -> tuple[Reply, list[int]]:
-    """Receive one reply and its descriptors within `timeout` seconds.
+def ask(sock: socket.socket, request: Request, timeout: float) -> tuple[Reply, list[int]]:
+    """Send a request; return the reply and its descriptors, received within `timeout` seconds.
 
     Raises `CacheRefusal`: `timeout`, or `protocol` where the daemon hangs up or its frame can't be read.
     """
     try:
+        send(sock, request)
         frame = _receive(sock, time.monotonic() + timeout)
         if frame is None:
             raise CacheRefusal("protocol", "daemon closed the connection without an answer; did it fail?")
@@ -169,7 +170,7 @@ def peer_uid(sock: socket.socket) -> int:
 def _decode(decoder: Any, body: bytes, descriptors: list[int]) -> Any:
     try:
         return decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         close_all(descriptors)
         raise FrameError("bad_message", f"message does not follow the schema: {error}") from None
 
@@ -182,7 +183,9 @@ def _receive(sock: socket.socket, deadline: float) -> tuple[bytes, list[int]] | 
             return None
         magic, version, zero, length = _HEADER.unpack(head)
         if magic != MAGIC or zero != 0:
-            raise FrameError("bad_frame", f"frame starts with {head[:4]!r}, expected {MAGIC!r}")
+            raise FrameError(
+                "bad_frame", f"frame starts with {head[:8]!r}, expected {MAGIC!r}, a version and two zeros"
+            )
         if version != VERSION:
             raise FrameError("bad_version", f"protocol version {version}, this side speaks {VERSION}")
         if length > MAX_FRAME:
@@ -204,10 +207,8 @@ def _exactly(sock: socket.socket, count: int, deadline: float, descriptors: list
         if left <= 0:
             raise TimeoutError
         sock.settimeout(left if math.isfinite(left) else None)
-        part, received, _, _ = socket.recv_fds(sock, count - len(data), 8)
+        part, received, _, _ = socket.recv_fds(sock, count - len(data), 8, socket.MSG_CMSG_CLOEXEC)
         descriptors += received
-        for descriptor in received:
-            os.set_inheritable(descriptor, False)
         if not part:
             if data:
                 raise FrameError("bad_frame", f"stream ended after {len(data)} of {count} bytes")

@@ -46,6 +46,8 @@ class Channel(Generic[Received]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message, waiting for room. To a peer that is gone it is dropped, and `closed` turns true."""
+        if self.closed:
+            return
         try:
             self._sock.sendall(encode_frame(message))
         except ConnectionError:

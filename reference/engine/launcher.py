@@ -73,12 +73,12 @@ class Engine:
         """Start the processes, serve until told to stop, end them. Raises `Refusal` where the engine fails."""
         requests, rank_0_requests = socket.socketpair()
         wakeup, woken = socket.socketpair()
-        self._fork(rank_0_requests)
+        self._fork(rank_0_requests, (self._listener, requests, wakeup, woken))
         follower = threading.Thread(target=self._follow, args=(woken,), name="ranks")
         try:
             run_server(self._listener, create_app(EngineClient(requests), self._state), follower.start)
         finally:
-            wakeup.close()
+            wakeup.send(b"end")
             if follower.ident is not None:
                 follower.join()
             requests.close()
@@ -99,25 +99,26 @@ class Engine:
             "ranks": ranks,
         }
 
-    def _fork(self, rank_0_requests: socket.socket) -> None:
+    def _fork(self, rank_0_requests: socket.socket, own: tuple[socket.socket, ...]) -> None:
         # Before any thread exists: a fork copies only the thread that forks.
         if get_cache().weight_cache_mode == "daemon":
             detach = get_cache().weight_cache_detach
             main_ = _run_detached if detach else _run_daemon
-            self._daemons = fork_ranks(1, main_, None if detach else signal.SIGTERM)
+            self._daemons = fork_ranks(1, main_, None if detach else signal.SIGTERM, (*own, rank_0_requests))
         world_size = get_parallel().world_size
         rendezvous = socket.create_server(("127.0.0.1", 0)) if world_size > 1 else None
 
         def run(rank: int, report: Report) -> None:
             run_rank(rank, report, rendezvous, rank_0_requests if rank == 0 else None)
 
-        self._ranks = fork_ranks(world_size, run, signal.SIGKILL)
+        daemons = (daemon.channel for daemon in self._daemons)
+        self._ranks = fork_ranks(world_size, run, signal.SIGKILL, (*own, *daemons))
         rank_0_requests.close()
         if rendezvous is not None:
             rendezvous.close()
 
     def _follow(self, woken: socket.socket) -> None:
-        """Take in what the processes tell, until the engine fails or `woken` reads as closed."""
+        """Take in what the processes tell, until all have ended or `woken` has something to read."""
         for process, event in events([*self._daemons, *self._ranks], woken):
             if process is None:
                 return
@@ -183,13 +184,8 @@ def _run_daemon(_: int, report: Report) -> None:
 
 def _run_detached(rank: int, report: Report) -> None:
     os.setsid()
+    # It outlives the engine, so it must not hold the engine's streams; what fails is told by event.
     with open(os.devnull, "r+b") as null:
-        for descriptor in (0, 1):
+        for descriptor in (0, 1, 2):
             os.dup2(null.fileno(), descriptor)
-
-    def on_ready(text: str) -> None:
-        report.send(Ready({"text": text}))
-        # Errors of loading were the engine's to show; from here on the daemon holds nothing of the engine's.
-        os.dup2(0, 2)
-
-    supervise(on_ready)
+    _run_daemon(rank, report)

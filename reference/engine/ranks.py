@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -81,12 +81,16 @@ class RankProcess:
 
 
 def fork_ranks(
-    count: int, main: Callable[[int, Report], None], death_signal: signal.Signals | None
+    count: int,
+    main: Callable[[int, Report], None],
+    death_signal: signal.Signals | None,
+    parents_own: Sequence[socket.socket | Channel[Any]] = (),
 ) -> list[RankProcess]:
     """Fork `count` ranks that run `main(rank, report)` and exit: 0, or 1 behind a `Failed` event.
 
-    `death_signal` is what a rank gets when this process dies; with None it outlives this process. To be called while
-    this process has one thread.
+    `death_signal` is what a rank gets when this process dies; with None it outlives this process. `parents_own`
+    are what ranks must not keep open: a port, the other end of a stream. To be called while this process has one
+    thread.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,9 +100,9 @@ def fork_ranks(
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            ours.close()
+            for own in (ours, *parents_own, *(sibling.channel for sibling in ranks)):
+                own.close()
             for sibling in ranks:
-                sibling.channel.close()
                 os.close(sibling.pidfd)
             _run_child(rank, main, Channel(theirs, Proceed), death_signal, parent)
         theirs.close()

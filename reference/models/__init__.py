@@ -21,21 +21,23 @@ def build_model(checkpoint: Checkpoint, dtype: str) -> Qwen3ForCausalLM:
     Raises `CheckpointRefusal` for an architecture or a dtype that is not supported.
     """
     config = checkpoint.config
-    architectures = config.get("architectures") or ["(none)"]
-    if architectures[0] not in ARCHITECTURES:
+    architectures = config.get("architectures")
+    family = str(architectures[0]) if architectures and isinstance(architectures, list) else "(none)"
+    if family not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
-        raise CheckpointRefusal(
-            f"{checkpoint.path / 'config.json'}: architecture {architectures[0]} is not one of {allowed}"
-        )
+        raise CheckpointRefusal(f"{checkpoint.path / 'config.json'}: architecture {family} is not one of {allowed}")
     name = _stored_dtype(config) if dtype == "auto" else dtype
     if name not in _DTYPES:
         raise CheckpointRefusal(f"{checkpoint.path / 'config.json'}: dtype {name!r} is not one of {', '.join(_DTYPES)}")
     try:
         with torch.device("meta"):
-            return ARCHITECTURES[architectures[0]](config, _DTYPES[name])
+            return ARCHITECTURES[family](config, _DTYPES[name])
+    except CheckpointRefusal as error:
+        # The families' own refusals begin with the file's name; here is where it lies.
+        raise CheckpointRefusal(f"{checkpoint.path}/{error}") from None
     except KeyError as error:
         raise CheckpointRefusal(
-            f"{checkpoint.path / 'config.json'}: {error.args[0]} is missing; {architectures[0]} needs it"
+            f"{checkpoint.path / 'config.json'}: {error.args[0]} is missing; {family} needs it"
         ) from None
 
 

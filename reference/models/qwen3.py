@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from reference.engine.kv import KVCache
 
 _KNOWN_ABSENT = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+    "decoder_sparse_step",
+    "max_position_embeddings",
+)
 
 
 class SparseMoeBlock(nn.Module):
@@ -132,8 +145,8 @@ def num_experts(config: dict[str, Any]) -> int:
 
 def is_moe_layer(config: dict[str, Any], layer: int) -> bool:
     """Say whether a layer's feed-forward part is sparse."""
-    sparse = num_experts(config) > 0 and layer not in config.get("mlp_only_layers", [])
-    return sparse and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    sparse = num_experts(config) > 0 and layer not in (config.get("mlp_only_layers") or ())
+    return sparse and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
 def head_dim(config: dict[str, Any]) -> int:
@@ -144,6 +157,8 @@ def head_dim(config: dict[str, Any]) -> int:
 def rope_base(config: dict[str, Any]) -> float:
     """Return the rope base, in either generation of Hugging Face configuration."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointRefusal(f"config.json: rope parameters are {rope!r}, an object is needed")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise CheckpointRefusal(f"config.json: rope type {kind!r} is not supported, only 'default'")
@@ -156,3 +171,14 @@ def _check_config(config: dict[str, Any]) -> None:
             raise CheckpointRefusal(f"config.json: {name} is {config[name]!r}, only {needed!r} is supported")
     if config.get("quantization_config"):
         raise CheckpointRefusal("config.json: quantization_config is there, only unquantized checkpoints are supported")
+    for name in _SIZES:
+        value = config.get(name)
+        if value is not None and not (type(value) is int and value > 0):
+            raise CheckpointRefusal(f"config.json: {name} is {value!r}, a positive integer is needed")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % kv_heads:
+        raise CheckpointRefusal(
+            f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})"
+        )
+    if head_dim(config) % 2:
+        raise CheckpointRefusal(f"config.json: head_dim is {head_dim(config)}, rotary embedding needs an even one")

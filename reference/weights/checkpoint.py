@@ -73,6 +73,13 @@ class Shard:
         self.identity = FileIdentity.of(path)
         self.tensors = {entry.name: entry for entry in _read_header(path, self.identity.size)}
 
+    def changed(self) -> bool:
+        """Say whether the file is not the one that was opened any more, or its content may be another."""
+        try:
+            return FileIdentity.of(self.path) != self.identity
+        except OSError:
+            return True
+
     @cached_property
     def _map(self) -> mmap.mmap:
         with self.path.open("rb") as file:
@@ -132,6 +139,12 @@ class Checkpoint:
             raise CheckpointRefusal(f"{self.path}: tensor {name} is missing; the model needs it")
         return shard.tensors[name]
 
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointRefusal` where a shard changed since it was opened: what was read of it may be of two minds."""
+        for shard in self.shards:
+            if shard.changed():
+                raise CheckpointRefusal(f"{shard.path}: changed while it was read; start again when it is complete")
+
     def view(self, name: str) -> torch.Tensor:
         """Return a read-only tensor over the mapped shard that holds `name`."""
         self.entry(name)
@@ -140,18 +153,38 @@ class Checkpoint:
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = _parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointRefusal(
             f"{path}: {what} is not there; give the directory of a Hugging Face checkpoint"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CheckpointRefusal(f"{path}: {what} can't be read ({error.strerror})") from None
+    except ValueError as error:
         raise CheckpointRefusal(
             f"{path}: {what} is not valid JSON ({error}); the file is torn or not a checkpoint's"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointRefusal(f"{path}: {what} is a {type(value).__name__}, a JSON object is needed")
     return value
+
+
+def _parse_json(data: bytes) -> Any:
+    """Parse strictly: UTF-8, no key twice, no half of a surrogate pair. Raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key, item in pairs:
+            if key in value:
+                raise ValueError(f"key {key!r} is there twice")
+            key.encode()
+            value[key] = item
+        return value
+
+    try:
+        return json.loads(data.decode(), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -170,17 +203,25 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _read_header(path: Path, size: int) -> list[TensorEntry]:
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-        if not 0 < length <= min(_MAX_HEADER, size - 8):
-            raise CheckpointRefusal(
-                f"{path}: {size} bytes do not hold the header of {length} bytes they announce; the file is torn"
-            )
-        raw = file.read(length)
     try:
-        header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            head = file.read(8)
+            if len(head) < 8:
+                raise CheckpointRefusal(
+                    f"{path}: {len(head)} bytes are too few for a header's length; the file is torn"
+                )
+            (length,) = struct.unpack("<Q", head)
+            if not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise CheckpointRefusal(
+                    f"{path}: {size} bytes can't hold the header of {length} bytes that they announce (at most"
+                    f" {_MAX_HEADER} are allowed); the file is torn"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointRefusal(f"{path}: shard can't be read ({error.strerror})") from None
+    try:
+        header = _parse_json(raw)
+    except ValueError as error:
         raise CheckpointRefusal(f"{path}: header is not valid JSON ({error}); the file is torn") from None
     if not isinstance(header, dict):
         raise CheckpointRefusal(f"{path}: header is not a JSON object; the file is not safetensors")

@@ -22,7 +22,10 @@ def slab_view(slab: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
 
 
 def fill_slab(slab: torch.Tensor, plan: RankPlan, checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> None:
-    """Write every planned tensor into a zeroed slab. `progress` gets bytes written so far and in all."""
+    """Write every planned tensor into a zeroed slab. `progress` gets bytes written so far and in all.
+
+    Raises `CheckpointRefusal` where a shard changed since it was opened.
+    """
     copies = [(source, tensor) for tensor in plan.tensors for source in tensor.sources]
     derived = [tensor for tensor in plan.tensors if tensor.transform["op"] == "rope"]
     total = sum(tensor.nbytes for tensor in plan.tensors if tensor.alias is None)
@@ -40,6 +43,7 @@ def fill_slab(slab: torch.Tensor, plan: RankPlan, checkpoint: Checkpoint, progre
         target.copy_(checkpoint.view(source.tensor)[_slices(source.start, source.stop)])
         written += target.numel() * target.itemsize
         progress(min(written, total - 1), total)
+    checkpoint.check_unchanged()
     # Padding and duplicates make the sum of copies differ from the slab; the end is said once, here.
     progress(total, total)
 

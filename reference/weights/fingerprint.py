@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import torch
 from filelock import FileLock
 
 from reference.cache.digest import digest
+from reference.errors import CheckpointRefusal
 from reference.weights.checkpoint import Checkpoint, FileIdentity, Shard, dtype_name
 from reference.weights.plan import hash_canonical_json
 
 _SAMPLE = 4096  # bytes at the start, the middle and the end of a tensor
+_CLOCK_TICK = 20_000_000  # ns; file systems stamp changes by a clock that stands still between timer interrupts
 
 
 class TensorDigests(msgspec.Struct, frozen=True):
@@ -55,17 +58,21 @@ def compute_digests(
     """Return every tensor's digests, reading the shards that nobody has read before.
 
     Processes that do this at once divide the work: one reads a file, the others take its result. `first` is the shard
-    to begin with, so that ranks begin apart. `progress` gets bytes done and in all.
+    to begin with, so that ranks begin apart. `progress` gets bytes done and in all. Raises `CheckpointRefusal` where a
+    shard changes meanwhile.
     """
+    _let_clock_pass(checkpoint)
     done, total = 0, sum(shard.identity.size for shard in checkpoint.shards)
     found: dict[str, TensorDigests] = {}
     shards = checkpoint.shards[first % len(checkpoint.shards) :] + checkpoint.shards[: first % len(checkpoint.shards)]
     for shard in shards:
         lock = _path(store, shard.identity).with_suffix(".lock")
         with FileLock(str(lock)):
-            record = _load(store, shard) or _digest_shard(store, shard)
-            # Removed while held: whoever waits for it sees that the file is gone and makes a new one.
-            lock.unlink(missing_ok=True)
+            try:
+                record = _load(store, shard) or _digest_shard(store, shard)
+            finally:
+                # Removed while held: whoever waits for it sees that the file is gone and makes a new one.
+                lock.unlink(missing_ok=True)
         found |= record.tensors
         done += shard.identity.size
         progress(done, total)
@@ -107,10 +114,24 @@ def _digest_shard(store: Path, shard: Shard) -> ShardRecord:
         view = shard.view(name)
         tensors[name] = TensorDigests(dtype_name(entry.dtype), entry.shape, digest(view), sample(view))
     record = ShardRecord(shard.identity, tensors)
-    # A file that changed while it was read must not be remembered under the identity it had before.
-    if FileIdentity.of(shard.path) == shard.identity:
-        path = _path(store, shard.identity)
-        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    # A file that changed while it was read must neither be believed nor be remembered under its old identity.
+    if shard.changed():
+        raise CheckpointRefusal(f"{shard.path}: changed while it was read; start again when it is complete")
+    path = _path(store, shard.identity)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
         scratch.write_bytes(msgspec.json.encode(record))
         scratch.rename(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
     return record
+
+
+def _let_clock_pass(checkpoint: Checkpoint) -> None:
+    # Two changes within one tick leave one identity. A file read in the tick of its last change could change once more
+    # without a trace, so the tick is waited out first (as git does with its index).
+    newest = max((shard.identity.ctime_ns for shard in checkpoint.shards), default=0)
+    left = newest + _CLOCK_TICK - time.time_ns()
+    if 0 < left <= _CLOCK_TICK:
+        time.sleep(left / 1e9)

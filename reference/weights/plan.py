@@ -23,6 +23,7 @@ from reference.weights.checkpoint import Checkpoint, dtype_name
 FORMAT = 1
 # Raised when the same plan would give other bytes.
 POST_PROCESSING = 1
+_STORED = (torch.bfloat16, torch.float16, torch.float32)
 # Every tensor starts on this boundary: enough for vector loads and for the kernels' alignment-dependent choices.
 ALIGNMENT = 256
 
@@ -134,10 +135,16 @@ def reachable_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, t
             name = f"{prefix}.{attribute}" if prefix else attribute
             if isinstance(value, torch.Tensor):
                 yield name, module, attribute, value
-            elif isinstance(value, dict | list | tuple):
-                items = value.values() if isinstance(value, dict) else value
-                if any(isinstance(item, torch.Tensor) for item in items):
-                    raise TypeError(f"{name}: tensors in a container can't be planned; give each its own attribute")
+            elif _hides_tensors(value):
+                raise TypeError(f"{name}: tensors in a container can't be planned; give each its own attribute")
+
+
+def _hides_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return isinstance(value, list | tuple | set | frozenset) and any(
+        isinstance(item, torch.Tensor | nn.Module) or _hides_tensors(item) for item in value
+    )
 
 
 def plan_rank(model: nn.Module, checkpoint: Checkpoint) -> RankPlan:
@@ -192,7 +199,7 @@ def _check_sources(
             raise CheckpointRefusal(
                 f"{where}: tensor {source.tensor} has shape {list(entry.shape)}, config.json asks for {list(source.of)}"
             )
-        if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        if entry.dtype not in _STORED:
             raise CheckpointRefusal(
                 f"{where}: tensor {source.tensor} has dtype {dtype_name(entry.dtype)}, {name} is"
                 " made of bfloat16, float16 or float32"

@@ -13,9 +13,8 @@ import warnings
 
 import torch
 
+from reference.cache.memory_file import SEALS, check_sealed
 from reference.errors import CacheRefusal
-
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class ShmSlab:
@@ -32,16 +31,18 @@ class ShmSlab:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def seal(self) -> None:
-        """Unmap the writable view and seal the memfd. Raises BufferError while views of it are left."""
+        """Unmap the writable view and seal the memfd. Touching a view of it that is left ends the process."""
         if self._map is not None:
             self._map.close()
             self._map = None
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
 
     def tensor(self) -> torch.Tensor:
         """Return the sealed slab as `[size]` uint8 over a read-only mapping."""
         if self._map is None:
-            self._map = mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
+            # Private and never written, so the pages are the memfd's own. Linux before 6.7 refuses a shared mapping of a
+            # memfd that is sealed against writing, even a read-only one.
+            self._map = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._map, dtype=torch.uint8)
@@ -53,7 +54,10 @@ class ShmSlab:
 
 
 def allocate(size: int) -> ShmSlab:
-    """Return a new slab of `size` zero bytes. Raises `CacheRefusal` (`load_failed`) where memory can't be had."""
+    """Return a new slab of `size` zero bytes. Raises `CacheRefusal` (`load_failed`) where the kernel refuses the size.
+
+    Memory is taken page by page as the slab is filled.
+    """
     descriptor = os.memfd_create("weight-cache-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
@@ -70,14 +74,5 @@ def attach(descriptor: int, size: int) -> ShmSlab:
 
     Raises `CacheRefusal` (`protocol`) where it is not a sealed memfd of that size: its bytes could change under us.
     """
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        raise CacheRefusal("protocol", "daemon's slab is not a memfd; it must be one for transport shm") from None
-    actual = os.fstat(descriptor).st_size
-    if seals & _SEALS != _SEALS or actual != size:
-        raise CacheRefusal(
-            "protocol",
-            f"daemon's slab has {actual} bytes and seals {seals:#x}, not {size} and {_SEALS:#x}; restart the daemon",
-        )
+    check_sealed(descriptor, size, "slab")
     return ShmSlab(descriptor, size)
