@@ -287,7 +287,7 @@ def check_args(args: ServerArgs) -> None:
         if declaration.choices is not None and value not in declaration.choices:
             allowed = ", ".join(map(str, declaration.choices))
             raise ArgumentRefusal(f"{flag}: {value!r} is not one of {allowed}")
-        if value is not None and declaration.minimum is not None and value < declaration.minimum:
+        if value is not None and declaration.minimum is not None and not value >= declaration.minimum:
             raise ArgumentRefusal(f"{flag}: {value} is too small, at least {declaration.minimum} is needed")
         if value is not None and declaration.maximum is not None and value > declaration.maximum:
             raise ArgumentRefusal(f"{flag}: {value} is too large, at most {declaration.maximum} is allowed")

@@ -90,6 +90,8 @@ class ParallelContext:
         """Return the published value that a live group shadows. For making that group, and for diagnostics."""
         if self._bag is None:
             raise AttributeError(f"{name}: config not published")
+        if name not in self._bag:
+            raise AttributeError(f"{name}: not a published parallel config leaf")
         return self._bag[name]
 
     def _group(self, name: str) -> Group:

@@ -100,6 +100,7 @@ def initialize_groups(world_rank: int, rendezvous: socket.socket | None = None) 
             master_listen_fd=rendezvous.detach() if world_rank == 0 else None,
             use_libuv=True,
         )
+        rendezvous.close()
         dist.init_process_group("gloo", store=store, rank=world_rank, world_size=tp_size, timeout=_IDLE_FOREVER)
         process_group = dist.group.WORLD
     ranks = tp_ranks(world_rank, tp_size)

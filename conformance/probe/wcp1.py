@@ -204,7 +204,8 @@ class Connection:
             length = os.fstat(descriptors[0]).st_size
             if length < reply.slab_size:
                 raise ProtocolError(f"attach_reply says a slab of {reply.slab_size} bytes, the descriptor has {length}")
-            mapped = mmap.mmap(descriptors[0], reply.slab_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            # Private, since Linux before 6.7 refuses a shared mapping of what is sealed against writing, even to read it.
+            mapped = mmap.mmap(descriptors[0], reply.slab_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
             data = np.frombuffer(mapped, dtype=np.uint8)
             # The mapping ends with the last array over it, so that a view kept by mistake can't turn into a crash.
             yield Slab(reply, manifest, data, FileIdentity.of(descriptors[0]))

@@ -60,7 +60,11 @@ class Workshop:
 
     def left_over(self) -> list[str]:
         """Return what is in the registry besides the memory of file contents."""
-        return sorted(str(p.relative_to(self.registry)) for p in self.registry.rglob("*") if "digests" not in p.parts)
+        found = []
+        # Unlike Path.rglob, os.walk bears with a directory that is being removed.
+        for directory, directories, files in os.walk(self.registry):
+            found += [os.path.relpath(os.path.join(directory, name), self.registry) for name in directories + files]
+        return sorted(name for name in found if not name.startswith("digests"))
 
     def stop_all(self) -> None:
         """End everything that was started here; engines before the daemons they map."""

@@ -344,7 +344,7 @@ def test_mixed_dtypes_in_one_tensor_are_refused(tmp_path: Path) -> None:
     tensors = weights()
     name = "model.layers.0.self_attn.k_proj.weight"
     tensors[name] = tensors[name].half()
-    with pytest.raises(CheckpointError, match="qkv_proj.weight would be made of float16 and float32"):
+    with pytest.raises(CheckpointError, match=r"qkv_proj\.weight would be made of float16 and float32"):
         expected_ranks(write(tmp_path, tensors), Layout())
 
 

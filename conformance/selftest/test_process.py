@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -83,19 +84,19 @@ def test_child_left_behind_is_found_and_killed(tmp_path: Path) -> None:
 
 
 def test_death_of_the_parent_stops_it(tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
     code = (
         "import sys, os, signal; from pathlib import Path; from conformance.targets import Process\n"
-        f"p = Process.start('thing', [sys.executable, '-c', {READY + WAIT!r}], ready='ready', log=Path({str(tmp_path / 'log')!r}))\n"
-        "p.wait_ready(30); print(p.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        f"argv = [sys.executable, '-c', {READY + WAIT!r}]\n"
+        f"process = Process.start('thing', argv, ready='ready', log=Path({log!r}))\n"
+        "process.wait_ready(30); print(process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=SECONDS, cwd=os.getcwd()
     )
     pid = int(done.stdout)
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(SECONDS)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def test_environment_is_added(tmp_path: Path) -> None:

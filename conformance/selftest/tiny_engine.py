@@ -42,7 +42,7 @@ def make_tokenizer(directory: Path) -> Path:
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
-            "pad_token": {"content": "<|endoftext|>"},
+            "pad_token": {"__type": "AddedToken", "content": "<|endoftext|>", "special": True},
             "chat_template": CHAT_TEMPLATE,
             "clean_up_tokenization_spaces": False,
         },

@@ -107,7 +107,8 @@ class Process:
         if self._match is not None:
             return self._match
         why = f"ended with {self.stop()}" if settled else f"was not ready within {seconds:g} s, then {self.stop()}"
-        raise DidNotStart(f"{self.name} {why}\ncommand: {shlex.join(self.argv)}\nlog: {self.log}\n{self.tail()}")
+        last = self._tail[-1] if self._tail else "it wrote nothing"
+        raise DidNotStart(f"{self.name} {why}: {last}\ncommand: {shlex.join(self.argv)}\nlog: {self.log}\n{self.tail()}")
 
     def stop(self, asking: signal.Signals = signal.SIGTERM, seconds: float = 20.0) -> Ending:
         """Ask it to stop, wait, kill what is left of its session, and say how it went. May be called again."""

@@ -8,7 +8,7 @@ from matrix.coverage import STATUSES, Coverage, Row
 
 COLUMNS = ("model", "layout", "mode", "transport", "status", "layout hash", "seconds", "machine", "age")
 #: How many ranks' layout hashes are shown before the rest is only counted, and how many digits of each.
-RANKS_SHOWN, DIGITS_SHOWN = 2, 6
+RANKS_SHOWN, DIGITS_SHOWN = 2, 5
 NOTHING = "-"
 
 
@@ -36,7 +36,7 @@ def values(row: Row, names: Sequence[str]) -> list[str]:
 
 
 def short_hashes(hashes: Sequence[str]) -> str:
-    """Return the first digits of each rank's layout hash: `87dca1 eea590`, or `521a35 4537c7 +2` for four ranks."""
+    """Return the first digits of each rank's layout hash: `87dca eea59`, or `521a3 4537c +2` for four ranks."""
     shown = [value.rpartition(":")[2][:DIGITS_SHOWN] for value in hashes[:RANKS_SHOWN]]
     if len(hashes) > RANKS_SHOWN:
         shown.append(f"+{len(hashes) - RANKS_SHOWN}")

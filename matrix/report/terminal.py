@@ -25,7 +25,7 @@ def render(coverage: Coverage, *, colour: bool = False) -> str:
     rows = [(values(row, names), STYLES[row.status]) for row in coverage.rows]
     console = _console(colour)
     with console.capture() as captured:
-        console.print(_table(names, rows))
+        console.print(_table(names, rows), "")
         for line in totals(coverage):
             console.print(Text(line, style="bold"), soft_wrap=True)
         _section(console, "Reasons", reasons(coverage), "")
@@ -59,7 +59,7 @@ def _console(colour: bool) -> Console:
 
 
 def _table(names: Sequence[str], rows: Sequence[tuple[Sequence[str], str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in names:
         table.add_column(name, no_wrap=True, overflow="ignore", justify="right" if name in RIGHT else "left")
     for texts, style in rows:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _REQUEST = 10.0  # seconds a connection may take for one whole request
 _FAREWELL = 1.0  # seconds that a daemon which ends while it loads gives its clients to hear of it
-_OUT_OF_DESCRIPTORS = 0.1  # seconds between attempts to accept while the process can't open more
+_EXHAUSTED = 0.1  # seconds between attempts to accept while the process can have no more descriptors or threads
 _TRANSPORT = "shm"
 
 
@@ -58,7 +58,7 @@ class DaemonRank:
         self._state = "loading"
         self._progress = (0, self._plan.slab_size)
         self._leases = 0
-        self._waiting = 0
+        self._waiters: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._slab: Slab | None = None
         self._documents: dict[type, tuple[int, int]] = {}
@@ -105,8 +105,8 @@ class DaemonRank:
         self._listener.close()
         if self._claim is not None:
             self._claim.release()
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting == 0, _FAREWELL)
+        for waiter in tuple(self._waiters):
+            waiter.join(_FAREWELL)
 
     def _publish(self, request: type, name: str, data: bytes) -> None:
         self._documents[request] = (seal_bytes(name, data), len(data))
@@ -130,12 +130,11 @@ class DaemonRank:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+                threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
+            except (OSError, RuntimeError):
                 if self._state == "ended":
                     return
-                time.sleep(_OUT_OF_DESCRIPTORS)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="connection", daemon=True).start()
+                time.sleep(_EXHAUSTED)
 
     def _serve(self, connection: socket.socket) -> None:
         leased = False
@@ -195,9 +194,11 @@ class DaemonRank:
 
     def _document(self, request: wire.Request) -> tuple[int, int]:
         with self._changed:
+            self._waiters.add(threading.current_thread())
             self._changed.wait_for(lambda: self._state != "loading")
             if self._state != "ready":
                 raise CacheRefusal("load_failed", "daemon ended before it had loaded")
+            self._waiters.remove(threading.current_thread())
             return self._documents[type(request)]
 
     def _status(self) -> wire.StatusReply:

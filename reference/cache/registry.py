@@ -1,11 +1,12 @@
 """Where daemons are found: `<root>/<device>/<key>/` with socket, status file and lock.
 
 The lock is held as long as the daemon lives, so that the kernel frees it at any death; what a dead daemon left is
-cleared by the next one that comes by. Two jobs on one device don't meet unless their keys are equal.
+cleared by the next one with its key. Two jobs on one device don't meet unless their keys are equal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -110,11 +111,13 @@ def check_socket_path(device: str) -> None:
 
 def places(device: str) -> list[Place]:
     """Return every place on a device, of living and dead daemons, newest first."""
-    try:
-        found = [Place(path) for path in (root() / device).iterdir() if path.name.startswith("wk1-")]
-        return sorted(found, key=lambda p: p.path.stat().st_mtime_ns, reverse=True)
-    except FileNotFoundError:
-        return []
+    changed: dict[Path, int] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for path in (root() / device).glob("wk1-*"):
+            # One that goes while it is looked at hides no other.
+            with contextlib.suppress(FileNotFoundError):
+                changed[path] = path.stat().st_mtime_ns
+    return [Place(path) for path in sorted(changed, key=lambda path: changed[path], reverse=True)]
 
 
 class Claim:
@@ -124,9 +127,9 @@ class Claim:
         """Take the place. Raises `CacheRefusal` (`daemon_exists`) where a living daemon has it."""
         self.place = place(device, key)
         while True:
-            self.place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(str(self.place.lock), mode=0o600)
             try:
+                self.place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock.acquire(blocking=False)
             except Timeout:
                 raise CacheRefusal(
@@ -135,19 +138,24 @@ class Claim:
                     " --weight-cache-mode client, or stop it",
                 ) from None
             except FileNotFoundError:
+                # A daemon that ends removed the directory just now.
                 continue
             break
-        self.place.socket.unlink(missing_ok=True)
+        for path in (self.place.socket, self.place.status, self._scratch):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _scratch(self) -> Path:
+        return self.place.status.with_suffix(".tmp")
 
     def write_status(self, status: StatusFile) -> None:
         """Replace the status file in one step."""
-        scratch = self.place.status.with_suffix(".tmp")
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
-        scratch.rename(self.place.status)
+        self._scratch.write_bytes(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
+        self._scratch.rename(self.place.status)
 
     def release(self) -> None:
         """Remove everything this daemon put into the registry, the lock last."""
-        for path in (self.place.socket, self.place.status, self.place.lock):
+        for path in (self.place.socket, self.place.status, self._scratch, self.place.lock):
             path.unlink(missing_ok=True)
         self._lock.release()
         for directory in (self.place.path, self.place.path.parent):

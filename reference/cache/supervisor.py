@@ -117,25 +117,43 @@ def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBa
 
 
 def _run_rank(rank: int, report: Report) -> None:
-    def on_term(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Stopped(0)
+    told: list[int] = []
+    claiming = False
+
+    def on_term(number: int, _: object) -> None:
+        told.append(number)
+        if not claiming:
+            _stop()
 
     signal.signal(signal.SIGTERM, on_term)
     publish(get_server_args(), Ranks(tp_rank=rank, local_rank=rank))
     initialize_groups(rank)
     daemon = DaemonRank(rank, report_progress(report, "digesting"))
     try:
-        daemon.load(report_progress(report, "loading"))
-        report.send(Loaded())
-        if report.receive() is None:
-            return
-        daemon.open()
-        report.send(Ready({"device": daemon.device, "key": daemon.key}))
-        # Nothing more comes; the end of the stream is the supervisor's end.
-        report.receive()
+        try:
+            claiming = True
+            daemon.claim()
+            claiming = False
+            if told:
+                _stop()
+            daemon.load(report_progress(report, "loading"))
+            report.send(Loaded())
+            if report.receive() is None:
+                return
+            daemon.open()
+            report.send(Ready({"device": daemon.device, "key": daemon.key}))
+            # Nothing more comes; the end of the stream is the supervisor's end.
+            report.receive()
+        finally:
+            # The supervisor's death ends the stream and sends the signal: closing must not be parted by the second.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
         daemon.close()
+
+
+def _stop() -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Stopped(0)
 
 
 def _bar() -> ProgressBar:

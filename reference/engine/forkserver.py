@@ -34,6 +34,7 @@ _PRELOAD = (
     "reference.cache.supervisor",
     "reference.engine.launcher",
 )
+_GRACE = 30.0  # seconds that children have to end when the server does; then they are killed
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -54,7 +55,8 @@ def run_command(command: Command, module: str, argv: Sequence[str]) -> int:
         try:
             sock.connect(path)
         except OSError as error:
-            print(f"error: {ENVIRONMENT}={path}: {error.strerror}; start the fork server or unset it", file=sys.stderr)
+            reason = error.strerror or error
+            print(f"error: {ENVIRONMENT}={path}: {reason}; start the fork server or unset it", file=sys.stderr)
             return 1
         return _follow(sock, module, argv)
 
@@ -64,18 +66,31 @@ def _follow(sock: socket.socket, module: str, argv: Sequence[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     request = {"module": module, "argv": list(argv), "cwd": os.getcwd(), "environ": dict(os.environ), "path": sys.path}
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    socket.send_fds(sock, [json.dumps(request).encode()], [0, 1, 2])
+    try:
+        socket.send_fds(sock, [json.dumps(request).encode()], [0, 1, 2])
+    except OSError as error:
+        print(f"error: {ENVIRONMENT}: the command can't be passed on ({error.strerror}); unset it", file=sys.stderr)
+        return 1
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(OSError):
+            sock.send(json.dumps({"signal": number}).encode())
+
     for number in _FORWARDED:
-        signal.signal(number, lambda n, _: sock.send(json.dumps({"signal": n}).encode()))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    reply = sock.recv(4096)
+    try:
+        reply = sock.recv(4096)
+    except ConnectionError:
+        reply = b""
     if not reply:
         print("error: the fork server ended while this command ran", file=sys.stderr)
         return 1
     status = json.loads(reply)["status"]
     if status < 0:
         # Ends as the child did, so that a shell or a supervisor sees the same signal.
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return int(status)
 
@@ -90,26 +105,51 @@ class _Child:
 @dataclass
 class _Server:
     listener: socket.socket
+    wakeup: tuple[socket.socket, socket.socket]
     selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     children: list[_Child] = field(default_factory=list)
 
-    def run(self, wakeup: socket.socket) -> None:
+    def run(self) -> None:
         """Serve until a signal comes, then end the children."""
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        self.selector.register(wakeup, selectors.EVENT_READ, None)
+        self.selector.register(self.wakeup[0], selectors.EVENT_READ, None)
         while True:
             for key, _ in self.selector.select():
                 if key.data is None:
+                    self._end()
                     return
                 key.data()
 
+    def _end(self) -> None:
+        for child in self.children:
+            signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
+        for child in list(self.children):
+            with selectors.DefaultSelector() as selector:
+                selector.register(child.pidfd, selectors.EVENT_READ)
+                if not selector.select(_GRACE):
+                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            self._reap(child)
+
     def _accept(self) -> None:
+        # What it asks for is read when it is there: a command that is stopped in between delays no other.
         command, _ = self.listener.accept()
-        data, fds, _, _ = socket.recv_fds(command, 1 << 20, 3)
-        if not data or len(fds) != 3:
+        self.selector.register(command, selectors.EVENT_READ, lambda: self._start(command))
+
+    def _start(self, command: socket.socket) -> None:
+        self.selector.unregister(command)
+        try:
+            data, fds, _, _ = socket.recv_fds(command, 1 << 20, 3)
+        except OSError:
+            data, fds = b"", []
+        try:
+            request = json.loads(data)
+        except ValueError:
+            request = None
+        if request is None or len(fds) != 3:
+            for descriptor in fds:
+                os.close(descriptor)
             command.close()
             return
-        request = json.loads(data)
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -124,6 +164,8 @@ class _Server:
 
     def _forward(self, child: _Child) -> None:
         """Pass a signal on. A command that was killed can't send one: its child is told to stop."""
+        if child not in self.children:
+            return  # reaped by the event before this one
         try:
             data = child.command.recv(4096)
         except OSError:
@@ -154,6 +196,8 @@ class _Server:
         try:
             self.listener.close()
             self.selector.close()
+            for end in self.wakeup:
+                end.close()
             for other in self.children:
                 other.command.close()
                 os.close(other.pidfd)
@@ -190,30 +234,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
+    # Before the socket exists, so that a signal never leaves it behind: one that comes during the imports ends `run`.
+    signal.set_wakeup_fd(theirs.fileno())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(options.socket)
         except OSError as error:
-            print(f"error: --socket: {options.socket}: {error.strerror}; give a path that is free", file=sys.stderr)
+            reason = error.strerror or error
+            print(f"error: --socket: {options.socket}: {reason}; give a path that is free", file=sys.stderr)
             return 1
         try:
             os.chmod(options.socket, 0o600)
             listener.listen(128)
             for name in (*_PRELOAD, *options.preload):
                 importlib.import_module(name)
-            signal.set_wakeup_fd(theirs.fileno())
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: None)
             # Objects that were made so far are never looked at again by the collector, so children share their pages.
             gc.collect()
             gc.freeze()
             print(f"ready: {options.socket}", flush=True)
-            server = _Server(listener)
-            server.run(ours)
-            for child in server.children:
-                signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
-            for child in list(server.children):
-                server._reap(child)
+            _Server(listener, (ours, theirs)).run()
         finally:
             os.unlink(options.socket)
     return 0

@@ -125,6 +125,8 @@ def _run_child(
         status = 0
     except Refusal as error:
         report.send(Failed(str(error)))
+        # Its peers would break over closed connections and hide the cause: it stays until the parent ends them all.
+        report.receive()
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
@@ -188,8 +190,9 @@ def wait(ranks: list[RankProcess], grace: float) -> None:
 
 
 def stop(ranks: list[RankProcess], how: signal.Signals, grace: float) -> None:
-    """Signal every rank that still runs, then `wait`."""
+    """Signal every rank that still runs, then `wait`. A rank that waits for word of its parent reads the end of it."""
     for rank in ranks:
+        rank.channel.close()
         if rank.status is None:
             signal.pidfd_send_signal(rank.pidfd, how)
     wait(ranks, grace)

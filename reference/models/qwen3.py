@@ -112,16 +112,16 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
         _check_config(config)
-        self.num_layers = int(config["num_hidden_layers"])
-        self.kv_heads = local_kv_heads(config["num_key_value_heads"])
-        self.head_dim = head_dim(config)
-        self.dtype = dtype
         self.model = _Backbone(config, dtype)
         self.lm_head = (
             self.model.embed_tokens
             if config.get("tie_word_embeddings", False)
             else VocabParallelEmbedding("lm_head", config["vocab_size"], config["hidden_size"], dtype)
         )
+        self.num_layers = int(config["num_hidden_layers"])
+        self.kv_heads = local_kv_heads(config["num_key_value_heads"])
+        self.head_dim = head_dim(config)
+        self.dtype = dtype
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv_cache: KVCache
