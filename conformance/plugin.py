@@ -124,7 +124,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     suite, records = suite_of(config), config.stash[_RECORDER].records()
     if records:
-        terminalreporter.write_line(f"{records} cell{'s' if records > 1 else ''} recorded in {suite.ledger} (run {suite.run.id})")
+        terminalreporter.write_line(
+            f"{records} cell{'s' if records > 1 else ''} recorded in {suite.ledger} (run {suite.run.id})"
+        )
         if exitstatus:
             terminalreporter.write_line(f"logs: {suite.run.directory}")
 

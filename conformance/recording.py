@@ -23,7 +23,10 @@ from matrix.machine import git_revision
 
 #: Verdicts, the worst first. A class is as good as its worst requirement.
 WORST_FIRST: tuple[Outcome, ...] = ("error", "failed", "skipped", "passed")
-REASON_LENGTH = 400
+#: Characters kept of a class's reason, and of one requirement's part in it.
+REASON_LENGTH, PART_LENGTH = 500, 160
+#: Lines of a failure that other fields of the record hold, or that mean nothing on another machine.
+_SAID_ELSEWHERE = ("requirement ", "cell ", "alone ", "log ", "command: ", "log: ")
 
 
 def cell_of(item: pytest.Item | None) -> Cell | None:
@@ -77,7 +80,7 @@ class Recorder:
         if report.when == "call" or outcome != "passed":
             self._open.requirements[identity] = worst([outcome, self._open.requirements.get(identity, "passed")])
         if outcome != "passed":
-            self._open.reasons.append((outcome, f"{identity}: {_told(call, report)}"[:REASON_LENGTH]))
+            self._open.reasons.append((outcome, f"{identity}: {_told(call, report)}"[:PART_LENGTH]))
 
     def finish(self) -> None:
         """The class that is open has ended, all its processes too."""
@@ -169,5 +172,5 @@ def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> Outcome:
 
 def _told(call: pytest.CallInfo[None], report: pytest.TestReport) -> str:
     text = str(call.excinfo.value) if call.excinfo else report.longreprtext
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("requirement ")]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_SAID_ELSEWHERE)]
     return " | ".join(" ".join(line.split()) for line in lines)

@@ -169,14 +169,13 @@ class _Plan:
     tensors: list[ManifestTensor] = field(default_factory=list)
 
     def add(self, name: str, shape: tuple[int, ...], boxes: Sequence[_Box], stacked: bool = False) -> None:
-        """Add a parameter made of parts of checkpoint tensors, which must have one dtype."""
+        """Add a parameter made of parts of checkpoint tensors, in ascending order of `at`; they must have one dtype."""
         stored = {self._dtype(box) for box in boxes}
         if len(stored) > 1:
             raise CheckpointError(f"{self.checkpoint.path}: {name} would be made of {' and '.join(sorted(stored))}")
         cast_from = next(iter(stored))
         transform = {"op": "copy"} if cast_from == self.dtype else {"op": "cast", "from": cast_from}
         sources = [_source(box) for box in boxes if box.stop is None or box.start < box.stop]
-        sources.sort(key=lambda source: source.at)
         self.tensors.append(
             ManifestTensor(name, self.dtype, shape, "parameter", transform, tuple(sources), stacked=stacked)
         )

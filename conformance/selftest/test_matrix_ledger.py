@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import re
 import subprocess
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -172,6 +174,19 @@ def test_lines_of_processes_that_write_at_once_stay_whole(tmp_path: Path) -> Non
     contents = read([path])
     assert contents.problems == ()
     assert sorted(one.cell for one in contents.records) == sorted(f"{run}/{n}" for run in "xy" for n in range(50))
+
+
+def test_a_writer_waits_for_the_lock(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.jsonl", header())
+    before = path.read_bytes()
+    writer = threading.Thread(target=write, args=(path, record()))
+    with FileLock(f"{path}.lock"):
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()
+        assert path.read_bytes() == before
+    writer.join(60)
+    assert len(read([path]).records) == 1
 
 
 def test_now_is_in_utc() -> None:

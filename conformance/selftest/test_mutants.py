@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,7 +26,7 @@ SLOW = "WC-LEAK-001"
 SECONDS = 240
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """One fork server for all mutants: a mutation is applied after the fork."""
     command = load_target("reference").fork_server
@@ -82,15 +83,24 @@ def measure(name: str, mutant: Mutant, tmp_path: Path, environment: dict[str, st
     return record
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_turns_the_right_requirements_red(name: str, tmp_path: Path, fork_server: dict[str, str]) -> None:
-    mutant = MUTANTS[name]
-    record = measure(name, mutant, tmp_path, fork_server)
-    red = {requirement for requirement, outcome in record.requirements.items() if outcome != "passed"}
-    assert red == mutant.red, f"{mutant.does}\n{record.reason}"
-    assert all(outcome in ("passed", "failed") for outcome in record.requirements.values())
-    assert mutant.told in record.reason
-    assert record.outcome == ("failed" if mutant.red else "skipped")
+class MutantCase:
+    """One mutant. A class each, so that pytest-xdist's workers can share them out."""
+
+    name: ClassVar[str]
+
+    def test_right_requirements_turn_red(self, tmp_path: Path, fork_server: dict[str, str]) -> None:
+        mutant = MUTANTS[self.name]
+        record = measure(self.name, mutant, tmp_path, fork_server)
+        red = {requirement for requirement, outcome in record.requirements.items() if outcome != "passed"}
+        assert red == mutant.red, f"{mutant.does}\n{record.reason}"
+        assert all(outcome in ("passed", "failed") for outcome in record.requirements.values())
+        assert mutant.told in record.reason
+        assert record.outcome == ("failed" if mutant.red else "skipped")
+
+
+for _name in MUTANTS:
+    _class = f"Test_{_name}"
+    globals()[_class] = type(_class, (MutantCase,), {"name": _name, "__module__": __name__})
 
 
 def test_every_requirement_has_a_mutant_that_it_catches() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,13 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the shard files that are read to be digested."""
+    """Names of the shard files that are read to be digested, each after the clock tick of its last change."""
     files: list[str] = []
     digest_shard = fingerprints._digest_shard
 
     def count(store: Path, shard: Any) -> Any:
+        # A second change within one tick would leave the identity as it is, so nothing is read in that tick.
+        assert time.time_ns() >= shard.identity.ctime_ns + 10_000_000
         files.append(shard.path.name)
         return digest_shard(store, shard)
 
@@ -237,6 +240,6 @@ def test_progress_ends_with_all_bytes_from_any_first_shard(tmp_path: Path, store
     directory = tiny.write(tmp_path / "model", tiny.DENSE, shards=3)
     for first in range(5):
         told: list[tuple[int, int]] = []
-        compute_digests(Checkpoint.open(directory), store, first, lambda *step: told.append(step))
+        compute_digests(Checkpoint.open(directory), store, first, lambda *step, told=told: told.append(step))
         assert told == sorted(told)
         assert told[-1][0] == told[-1][1] == sum(p.stat().st_size for p in directory.glob("*.safetensors"))

@@ -108,7 +108,9 @@ class Process:
             return self._match
         why = f"ended with {self.stop()}" if settled else f"was not ready within {seconds:g} s, then {self.stop()}"
         last = self._tail[-1] if self._tail else "it wrote nothing"
-        raise DidNotStart(f"{self.name} {why}: {last}\ncommand: {shlex.join(self.argv)}\nlog: {self.log}\n{self.tail()}")
+        raise DidNotStart(
+            f"{self.name} {why}: {last}\ncommand: {shlex.join(self.argv)}\nlog: {self.log}\n{self.tail()}"
+        )
 
     def stop(self, asking: signal.Signals = signal.SIGTERM, seconds: float = 20.0) -> Ending:
         """Ask it to stop, wait, kill what is left of its session, and say how it went. May be called again."""

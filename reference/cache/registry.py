@@ -137,8 +137,10 @@ class Claim:
                     f"{self.place.path}: a daemon{_holder(self.place)} already holds this key on {device}; attach with"
                     " --weight-cache-mode client, or stop it",
                 ) from None
-            except FileNotFoundError:
-                # A daemon that ends removed the directory just now.
+            except (FileNotFoundError, FileExistsError):
+                # A daemon that ends removed the directory just now, while it was found to be there or opened.
+                if os.path.lexists(self.place.path) and not self.place.path.is_dir():
+                    raise
                 continue
             break
         for path in (self.place.socket, self.place.status, self._scratch):

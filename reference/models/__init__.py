@@ -26,9 +26,11 @@ def build_model(checkpoint: Checkpoint, dtype: str) -> Qwen3ForCausalLM:
     if family not in ARCHITECTURES:
         allowed = ", ".join(ARCHITECTURES)
         raise CheckpointRefusal(f"{checkpoint.path / 'config.json'}: architecture {family} is not one of {allowed}")
-    name = _stored_dtype(config) if dtype == "auto" else dtype
+    name = config.get("dtype") or config.get("torch_dtype") if dtype == "auto" else dtype
     if name not in _DTYPES:
-        raise CheckpointRefusal(f"{checkpoint.path / 'config.json'}: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+        raise CheckpointRefusal(
+            f"{checkpoint.path / 'config.json'}: dtype {name!r} is not one of {', '.join(_DTYPES)}; give --dtype"
+        )
     try:
         with torch.device("meta"):
             return ARCHITECTURES[family](config, _DTYPES[name])
@@ -39,7 +41,3 @@ def build_model(checkpoint: Checkpoint, dtype: str) -> Qwen3ForCausalLM:
         raise CheckpointRefusal(
             f"{checkpoint.path / 'config.json'}: {error.args[0]} is missing; {family} needs it"
         ) from None
-
-
-def _stored_dtype(config: dict[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -150,8 +150,8 @@ def is_moe_layer(config: dict[str, Any], layer: int) -> bool:
 
 
 def head_dim(config: dict[str, Any]) -> int:
-    """Return the size of a head: stated, or what the hidden size leaves each."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    """Return the size of a head. It must be stated: implementations differ in what they take in its absence."""
+    return int(config["head_dim"])
 
 
 def rope_base(config: dict[str, Any]) -> float:
