@@ -139,7 +139,7 @@ class Claim:
                 ) from None
             except (FileNotFoundError, FileExistsError):
                 # A daemon that ends removed the directory just now, while it was found to be there or opened.
-                if os.path.lexists(self.place.path) and not self.place.path.is_dir():
+                if self.place.path.is_file():
                     raise
                 continue
             break
