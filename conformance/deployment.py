@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ from conformance.probe.memory import shared_memory_files, unowned_shared_memory
 from conformance.probe.registry import Place, leftovers, places
 from conformance.probe.wcp1 import Connection, Status
 from conformance.run import Run
-from conformance.targets import Ending, Process, Target
+from conformance.targets import Ending, Process, Target, TargetFault
 from conformance.targets.http import EngineClient
 from conformance.targets.target import Command
 
@@ -155,7 +156,7 @@ class Unit:
 
     def stop(self) -> dict[str, Ending]:
         """Stop all processes, engines before daemons, and say how each ended."""
-        self._members |= self.members()
+        self._members |= self.members() | self._announced()
         for client in self._clients:
             client.close()
         return {process.name: self.stop_process(process) for process in reversed(self._processes)}
@@ -174,6 +175,16 @@ class Unit:
         for process in self._processes:
             found |= _descendants(process) if process.alive else set()
         return found
+
+    def _announced(self) -> set[psutil.Process]:
+        """Return the processes that engines and daemons say are theirs; a target may start some that are no descendants."""
+        pids: set[int] = set()
+        for client in self._clients:
+            with suppress(TargetFault):
+                pids |= set(client.server_info().pids)
+        with suppress(TargetFault):
+            pids |= {rank.status.pid for rank in self.daemons()}
+        return {psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)}
 
     def remains(self) -> list[str]:
         """Return what is left of a stopped unit, a line each: processes, registry entries, shared memory."""

@@ -61,16 +61,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         suite.run.end(keep=suite.keep_directory)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuse options that make no sense, before pytest-xdist starts a worker."""
+    if not _covers_cells(session.config):
+        return
+    suite = suite_of(session.config)
+    try:
+        _ = suite.target, load_space().tier(suite.tier)
+    except BadTarget as error:
+        raise pytest.UsageError(f"--target: {error}") from error
+    except KeyError as error:
+        raise pytest.UsageError(f"--tier: {error.args[0]}") from error
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if not _covers_cells(config):
         return []
     suite = suite_of(config)
-    try:
-        target = suite.target
-    except BadTarget as error:
-        raise pytest.UsageError(f"--target: {error}") from error
     return [
-        f"target: {target.name} {suite.version} ({target.path}); device {suite.device} on {suite.machine}",
+        f"target: {suite.target.name} {suite.version} ({suite.target.path}); device {suite.device} on {suite.machine}",
         f"tier: {suite.tier}; ledger: {suite.ledger} (run {suite.run.id})",
     ]
 

@@ -30,7 +30,8 @@ class Suite:
         self.run = run
         self.worker = worker
         self.tier: str = config.getoption("wcc_tier")
-        self.ledger = Path(config.getoption("wcc_ledger") or config.rootpath / "reports/ledger/local.jsonl")
+        given = config.getoption("wcc_ledger")
+        self.ledger = config.invocation_params.dir / given if given else config.rootpath / "reports/ledger/local.jsonl"
         self.keep_directory = False
         self._launcher: Launcher | None = None
 

@@ -1,27 +1,22 @@
 """Every launch argument, declared once.
 
-The command line, its help, validation, the published namespaces, `/server_info` and what a daemon reports are all made
-from the fields of `ServerArgs`. Names follow SGLang's server arguments where it has them.
+The command line, its help, validation, the published namespaces, `/server_info`, what a daemon reports and the page
+`ARGUMENTS.md` are all made from the fields of `ServerArgs`. Names follow SGLang's server arguments where it has them.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_type_hints
-
-from reference import __version__
-from reference.errors import ArgumentRefusal
+from typing import Any
 
 NAMESPACES = {
     "model": "model: which checkpoint, and how its tensors are read",
     "parallel": "parallel: how the model is spread over ranks",
     "exec": "exec: how batches are run",
+    "exec.moe": "exec.moe: where experts lie and how tokens reach them",
     "cache": "cache: the weight cache daemon",
-    "server": "server: HTTP and logging",
+    "server": "server: HTTP",
 }
 
 
@@ -104,6 +99,94 @@ class ServerArgs:
         changes_bytes=True,
         help="tensor parallel size: one process a rank",
     )
+    pp_size: int = argument(
+        "--pp-size",
+        "--pipeline-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="pipeline stages, each with its own layers",
+    )
+    dp_size: int = argument(
+        "--dp-size",
+        "--dp",
+        "--data-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="data parallel size of attention, with --enable-dp-attention",
+    )
+    enable_dp_attention: bool = argument(
+        "--enable-dp-attention",
+        namespace="parallel",
+        default=False,
+        changes_bytes=True,
+        help="split requests, not attention heads, over --dp-size parts of the tensor parallel ranks",
+    )
+    enable_dp_lm_head: bool = argument(
+        "--enable-dp-lm-head",
+        namespace="parallel",
+        default=False,
+        changes_bytes=True,
+        help="split the LM head within an attention part instead of over all ranks",
+    )
+    attn_cp_size: int = argument(
+        "--attn-cp-size",
+        "--attention-context-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="ranks that share one sequence's prompt in attention",
+    )
+    dcp_size: int = argument(
+        "--dcp-size",
+        "--decode-context-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        help="ranks that share one sequence's KV cache in decoding",
+    )
+    ep_size: int = argument(
+        "--ep-size",
+        "--ep",
+        "--expert-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="parts over which expert slots are spread",
+    )
+    moe_dp_size: int = argument(
+        "--moe-dp-size",
+        "--moe-data-parallel-size",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="copies of all experts within the tensor parallel ranks",
+    )
+    moe_dense_tp_size: int | None = argument(
+        "--moe-dense-tp-size",
+        namespace="parallel",
+        default=None,
+        minimum=1,
+        changes_bytes=True,
+        help="tensor parallel size of dense layers in MoE models: 1 or, when left out, the --tp-size",
+    )
+    nnodes: int = argument(
+        "--nnodes",
+        namespace="parallel",
+        default=1,
+        minimum=1,
+        changes_bytes=True,
+        help="hosts; expert placement prefers replicas on the same one",
+    )
+    node_rank: int = argument(
+        "--node-rank", namespace="parallel", default=0, minimum=0, help="which of the hosts this is"
+    )
     base_gpu_id: int = argument(
         "--base-gpu-id",
         namespace="parallel",
@@ -145,6 +228,49 @@ class ServerArgs:
         default=16,
         minimum=1,
         help="tokens a block of the KV pool",
+    )
+    moe_a2a_backend: str = argument(
+        "--moe-a2a-backend",
+        namespace="exec.moe",
+        default="none",
+        choices=("none",),
+        help="how tokens travel to other ranks' experts; none gathers all tokens on all ranks",
+    )
+    enable_eplb: bool = argument(
+        "--enable-eplb",
+        namespace="exec.moe",
+        default=False,
+        help="balance experts over slots by recorded load while serving",
+    )
+    ep_num_redundant_experts: int = argument(
+        "--ep-num-redundant-experts",
+        namespace="exec.moe",
+        default=0,
+        minimum=0,
+        changes_bytes=True,
+        help="expert slots besides one for each logical expert, filled with replicas",
+    )
+    init_expert_location: str = argument(
+        "--init-expert-location",
+        namespace="exec.moe",
+        default="trivial",
+        changes_bytes=True,
+        help="which logical expert each slot starts with: trivial, a .json or .pt file, or inline JSON",
+    )
+    eplb_algorithm: str = argument(
+        "--eplb-algorithm",
+        namespace="exec.moe",
+        default="auto",
+        choices=("auto", "deepseek", "deepseek_hierarchical"),
+        changes_bytes=True,
+        help="how recorded counts become a placement",
+    )
+    ep_dispatch_algorithm: str | None = argument(
+        "--ep-dispatch-algorithm",
+        namespace="exec.moe",
+        default=None,
+        choices=("static", "dynamic", "fake"),
+        help="which replica of an expert a token goes to",
     )
     weight_cache_mode: str = argument(
         "--weight-cache-mode",
@@ -203,13 +329,6 @@ class ServerArgs:
         maximum=65535,
         help="port to listen on; 0 takes a free one and prints it",
     )
-    log_level: str = argument(
-        "--log-level",
-        namespace="server",
-        default="warning",
-        choices=("debug", "info", "warning", "error"),
-        help="least severe message that is printed",
-    )
 
 
 def declarations() -> dict[str, Declaration]:
@@ -220,86 +339,3 @@ def declarations() -> dict[str, Declaration]:
 def changes_bytes() -> tuple[str, ...]:
     """Return the names of the arguments that can change which bytes a rank holds."""
     return tuple(name for name, declaration in declarations().items() if declaration.changes_bytes)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of this package, as its help shows it."""
-
-    prog: str
-    description: str
-
-
-ENGINE = Command(
-    "python -m reference.engine",
-    "Serve a model over HTTP (SGLang's and OpenAI's routes), its weights from the disk or from a weight cache daemon."
-    " Prints `ready: URL` when it serves.",
-)
-DAEMON = Command(
-    "python -m reference.daemon",
-    "Keep a model's finished weights in memory, one process a rank, for engines to map. Takes the engine's arguments, so"
-    " that both derive the same key. Prints `ready: ...` when every rank serves.",
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentRefusal(f"{message} (see `{self.prog} --help`)")
-
-
-def make_parser(command: Command) -> argparse.ArgumentParser:
-    """Return a parser of all declared arguments, its help grouped by namespace."""
-    parser = _Parser(prog=command.prog, description=command.description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"reference {__version__}")
-    groups = {name: parser.add_argument_group(title) for name, title in NAMESPACES.items()}
-    hints = get_type_hints(ServerArgs)
-    for spec in dataclasses.fields(ServerArgs):
-        declaration: Declaration = spec.metadata["declaration"]
-        required = spec.default is dataclasses.MISSING
-        shown = "" if required or spec.default is None or spec.default is False else f" (default: {spec.default})"
-        options: dict[str, Any] = {"dest": spec.name, "help": declaration.help + shown}
-        if hints[spec.name] is bool:
-            options |= {"action": "store_true"}
-        else:
-            kinds = [kind for kind in (int, float, str) if kind in (hints[spec.name], *_members(hints[spec.name]))]
-            options |= {"type": kinds[0], "required": required, "choices": declaration.choices}
-            options |= {} if required else {"default": spec.default}
-            options |= {} if declaration.choices else {"metavar": kinds[0].__name__.upper()}
-        groups[declaration.namespace].add_argument(*declaration.flags, **options)
-    return parser
-
-
-def parse_args(argv: Sequence[str], command: Command) -> ServerArgs:
-    """Parse and validate a command line.
-
-    Raises `ArgumentRefusal` naming the flag, what was given and what is allowed. Exits with status 0 on `--help` and
-    `--version`.
-    """
-    args = ServerArgs(**vars(make_parser(command).parse_args(list(argv))))
-    check_args(args)
-    return args
-
-
-def check_args(args: ServerArgs) -> None:
-    """Check each value against its declaration. Raises `ArgumentRefusal`."""
-    for name, declaration in declarations().items():
-        flag, value = declaration.flags[0], getattr(args, name)
-        if declaration.choices is not None and value not in declaration.choices:
-            allowed = ", ".join(map(str, declaration.choices))
-            raise ArgumentRefusal(f"{flag}: {value!r} is not one of {allowed}")
-        if value is not None and declaration.minimum is not None and not value >= declaration.minimum:
-            raise ArgumentRefusal(f"{flag}: {value} is too small, at least {declaration.minimum} is needed")
-        if value is not None and declaration.maximum is not None and value > declaration.maximum:
-            raise ArgumentRefusal(f"{flag}: {value} is too large, at most {declaration.maximum} is allowed")
-    if not os.path.isdir(args.model_path):
-        raise ArgumentRefusal(
-            f"--model-path: {args.model_path} is not a directory; give that of a Hugging Face checkpoint"
-        )
-    if args.weight_cache_detach and args.weight_cache_mode != "daemon":
-        raise ArgumentRefusal(
-            f"--weight-cache-detach: only with --weight-cache-mode daemon, given {args.weight_cache_mode}"
-        )
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return getattr(hint, "__args__", ())

@@ -5,7 +5,7 @@ Imports nothing heavy: the work is done by `reference.cache.supervisor`, in a ch
 
 import sys
 
-from reference.args import DAEMON
+from reference.command_line import DAEMON
 from reference.engine.forkserver import run_command
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from reference.context import get_parallel, install_group
+from reference.context import get_context, get_exec, get_model, get_parallel, install_group
+from reference.errors import ArgumentRefusal
+from reference.topology import GROUPS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,36 +77,95 @@ class Group:
         return received[8:] + rest.numpy().tobytes()
 
 
-def tp_ranks(world_rank: int, tp_size: int) -> tuple[int, ...]:
-    """Return the world ranks of the tensor parallel group that `world_rank` is in."""
-    first = world_rank // tp_size * tp_size
-    return tuple(range(first, first + tp_size))
-
-
-def initialize_groups(world_rank: int, rendezvous: socket.socket | None = None) -> None:
-    """Make this rank's groups, of the published sizes, and let the published configuration read them.
+def initialize_groups(rendezvous: socket.socket | None = None) -> None:
+    """Make every group of this rank, of the published sizes, and let the published configuration read them.
 
     `rendezvous` is a listening TCP socket on loopback that all ranks inherited; without it groups are arithmetic only.
     """
-    process_group = None
-    tp_size = get_parallel().configured("tp_size")
-    if rendezvous is not None and tp_size > 1:
+    topology, rank = get_context().topology(), get_parallel().world_rank
+    backend = rendezvous is not None and topology.world_size > 1
+    if backend:
+        assert rendezvous is not None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         host, port = rendezvous.getsockname()[:2]
         store = dist.TCPStore(  # type: ignore[attr-defined]  # exported by torch without saying so
             host,
             port,
-            tp_size,
-            is_master=world_rank == 0,
+            topology.world_size,
+            is_master=rank == 0,
             wait_for_workers=False,
-            master_listen_fd=rendezvous.detach() if world_rank == 0 else None,
+            master_listen_fd=rendezvous.detach() if rank == 0 else None,
             use_libuv=True,
         )
-        rendezvous.close()
-        dist.init_process_group("gloo", store=store, rank=world_rank, world_size=tp_size, timeout=_IDLE_FOREVER)
-        process_group = dist.group.WORLD
-    ranks = tp_ranks(world_rank, tp_size)
-    install_group("tp", Group("tp", ranks, ranks.index(world_rank), process_group))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=topology.world_size, timeout=_IDLE_FOREVER)
+    made: dict[tuple[int, ...], ProcessGroup | None] = {}
+    if backend:
+        made[tuple(range(topology.world_size))] = dist.group.WORLD
+    for name in GROUPS:
+        # Making a process group is collective: every rank makes all of them, in one order, and equal ones once.
+        for ranks in topology.groups(name):
+            if backend and len(ranks) > 1 and ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout=_IDLE_FOREVER)
+        mine = topology.group(name, rank)
+        install_group(name, Group(name, mine, mine.index(rank), made.get(mine)))
+
+
+def require_mlp_tp_gather() -> bool:
+    """Say whether a dense MLP's input is gathered over the tensor parallel ranks rather than reduced.
+
+    Source: SGLang's function of this name.
+    """
+    parallel = get_parallel()
+    if not parallel.enable_dp_attention:
+        return False
+    if parallel.moe_dense_tp_size is None or not parallel.enable_dp_lm_head:
+        return True
+    if get_exec().moe.moe_a2a_backend == "none":
+        return True
+    return bool(parallel.moe_dense_tp_size > parallel.tp_size // parallel.attn_dp_size)
+
+
+def require_attn_tp_gather() -> bool:
+    """Say whether attention's input is scattered, so that it is gathered over the attention ranks.
+
+    Source: SGLang's function of this name.
+    """
+    parallel = get_parallel()
+    if get_exec().moe.moe_a2a_backend == "none" and parallel.moe_dense_tp_size != 1:
+        return False
+    return bool(not parallel.enable_dp_attention or parallel.attn_dp_size < parallel.tp_size)
+
+
+def require_mlp_sync() -> bool:
+    """Say whether ranks must agree on each batch before they run it, idle ones included. Source: as above."""
+    return bool(get_parallel().enable_dp_attention or require_mlp_tp_gather() or require_attn_tp_gather())
+
+
+def check_served() -> None:
+    """Refuse published layouts that no rank of this version can run. Raises `ArgumentRefusal`."""
+    parallel, moe = get_parallel(), get_exec().moe
+    topology = get_context().topology()
+    for flag, given in (
+        ("--pp-size", topology.pp),
+        ("--dcp-size", topology.dcp),
+        ("--attn-cp-size", topology.attn_cp),
+        ("--dp-size", parallel.dp_size),
+        ("--ep-size", topology.moe_ep),
+        ("--moe-dp-size", topology.moe_dp),
+        ("--nnodes", topology.nnodes),
+    ):
+        if given != 1:
+            raise ArgumentRefusal(f"{flag}: this version serves 1 only, given {given}")
+    for flag, given, only in (
+        ("--enable-dp-attention", parallel.enable_dp_attention, False),
+        ("--moe-dense-tp-size", parallel.moe_dense_tp_size, None),
+        ("--enable-eplb", moe.enable_eplb, False),
+        ("--ep-num-redundant-experts", moe.ep_num_redundant_experts, 0),
+        ("--init-expert-location", moe.init_expert_location, "trivial"),
+        ("--ep-dispatch-algorithm", moe.ep_dispatch_algorithm, None),
+    ):
+        if given != only:
+            raise ArgumentRefusal(f"{flag}: this version serves tensor parallel layouts only; leave it out")
 
 
 def destroy_groups() -> None:
@@ -115,4 +176,4 @@ def destroy_groups() -> None:
 
 def device_name() -> str:
     """Return the registry's name of this rank's device: `cpu-<index>`."""
-    return f"cpu-{get_parallel().base_gpu_id + get_parallel().local_rank}"
+    return f"{get_model().device}-{get_parallel().base_gpu_id + get_parallel().local_rank}"

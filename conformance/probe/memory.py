@@ -81,9 +81,10 @@ def shared_memory_files() -> set[str]:
 def unowned_shared_memory(names: set[str]) -> set[str]:
     """Return those files of /dev/shm that no living process maps or has open: memory that nobody will give back."""
     in_use: set[str] = set()
-    for pid in psutil.pids():
+    for pid in psutil.pids() if names else ():
         try:
-            in_use |= {Path(mapping.path).name for mapping in mappings(pid) if mapping.path.startswith("/dev/shm/")}
+            maps = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace")
+            in_use |= {Path(line.split(None, 5)[5]).name for line in maps.splitlines() if " /dev/shm/" in line}
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 target = os.readlink(entry.path)
                 if target.startswith("/dev/shm/"):

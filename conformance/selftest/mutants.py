@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reference.args import DAEMON, ENGINE
+from reference.command_line import DAEMON, ENGINE
 from reference.engine.forkserver import run_command
 
 MODULE = "conformance.selftest.mutants"

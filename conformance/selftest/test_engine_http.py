@@ -5,13 +5,14 @@ Rank 0 is a real loop over a tiny model, or the test's own hand at the other end
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 
 import pytest
 
@@ -19,6 +20,7 @@ from conformance.selftest.tiny_engine import make_tokenizer
 from conformance.selftest.tiny_server import call, counted, counting_engine, events, make_state, open_stream, serving
 from reference.engine.channel import Channel
 from reference.engine.messages import AbortRequest, EngineRequest, Shutdown, TokenOutput
+from reference.engine.responses import EventStream
 from reference.engine.tokenizer import Tokenizer
 
 
@@ -192,6 +194,35 @@ def test_a_client_that_disconnects_aborts_its_request(by_hand, stream):
     connection.close()
 
 
+def test_a_client_that_goes_while_it_is_being_sent_to_closes_the_stream_at_once():
+    closed = asyncio.Event()
+
+    async def chunks():
+        try:
+            yield {}
+        finally:
+            closed.set()
+
+    async def disconnect_while_sending():
+        stream, sending = chunks(), asyncio.Event()
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                sending.set()
+                await asyncio.Event().wait()
+
+        async def receive():
+            await sending.wait()
+            return {"type": "http.disconnect"}
+
+        await EventStream(stream)({"type": "http"}, receive, send)
+        # The stream is still referred to, so that it was not closed by being collected.
+        assert closed.is_set()
+        await stream.aclose()
+
+    asyncio.run(disconnect_while_sending())
+
+
 def test_the_engines_end_fails_what_runs_and_what_comes(by_hand):
     _, port, rank = by_hand
     connection, response = open_stream(port, "/generate", {"input_ids": [1], "stream": True})
@@ -237,6 +268,7 @@ def test_an_aborted_request_is_a_server_error(by_hand):
 SERVER = """
 import socket, sys
 from reference.engine.http import EngineClient, EngineState, create_app, run_server
+from reference.engine.responses import EventStream
 from reference.engine.tokenizer import Tokenizer
 listener, requests = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
 state = EngineState("tiny", Tokenizer.load(sys.argv[3]), 300, 64, 48, dict, ready=True)
@@ -262,10 +294,14 @@ def test_a_stop_lets_streams_end_and_then_the_ranks(directory, number):
         rank.send(TokenOutput(request.rid, [2]))
         stream = events(response)
         assert next(stream)["output_ids"] == [2]
+        idle = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        idle.request("GET", "/health")
+        assert idle.getresponse().read() == b'{"status":"ready"}'
         server.send_signal(number)
-        with suppress(ConnectionRefusedError):
-            while True:
-                socket.create_connection(("127.0.0.1", port)).close()
+        assert idle.sock.recv(1) == b"", "a stop closes connections that wait for nothing"
+        idle.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
         rank.send(TokenOutput(request.rid, [3], "length"))
         assert next(stream)["output_ids"] == [2, 3]
         assert list(stream) == []

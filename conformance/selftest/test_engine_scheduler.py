@@ -217,6 +217,23 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_tokens():
     assert (batch.kind, step.rid, step.start, len(step.input_ids), step.logits_start) == ("prefill", "b", 0, 5, 4)
 
 
+def test_who_was_retracted_comes_before_who_never_ran():
+    scheduler, _, runner = make(num_blocks=4, max_running_requests=2)
+    scheduler.add(request("a", prompt=2, new=5))
+    scheduler.add(request("b", prompt=2, new=5))
+    scheduler.add(request("c", prompt=1, new=1))
+    assert kinds(scheduler, runner, 9) == ["p:ab", "d:ab", "d:ab", "d:a", "d:a", "p:b", "d:b", "p:c", None]
+
+
+def test_nobody_comes_in_to_be_retracted_by_the_next_step():
+    scheduler, _, runner = make(num_blocks=3)
+    scheduler.add(request("a", prompt=2, new=3))
+    assert kinds(scheduler, runner, 1) == ["p:a"]
+    # One block would hold b's prompt, but a and b both need another for their next token, and two are free.
+    scheduler.add(request("b", prompt=2, new=3))
+    assert kinds(scheduler, runner, 4) == ["d:a", "d:a", "p:b", "d:b"]
+
+
 def test_a_request_that_can_never_run_or_is_there_already_is_refused():
     scheduler, _, _ = make(num_blocks=3)
     with pytest.raises(RequestRefusal, match="3 prompt tokens and 4 new ones given, 7 in all, the KV pool holds 6"):

@@ -6,7 +6,8 @@ import json
 from itertools import chain
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conformance.selftest.tiny_engine import VOCAB_SIZE, make_tokenizer
@@ -42,6 +43,17 @@ def test_it_is_the_tokenizer_that_transformers_loads(directory, tokenizer):
         ids = tokenizer.apply_chat_template(MESSAGES, **variables)
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
         assert ids == theirs.encode(expected, add_special_tokens=False)
+
+
+def test_special_tokens_frame_a_text_but_not_a_template_that_writes_its_own(tmp_path):
+    file = make_tokenizer(tmp_path) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    framed = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    backend.post_processor = framed
+    backend.save(str(file))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("the")[0] == 0
+    assert 0 not in tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_a_template_that_declines_says_so(tokenizer):
@@ -115,6 +127,9 @@ def test_a_character_of_several_tokens_comes_at_once(tokenizer):
     assert detokenizer.finish() == "\ufffd"
 
 
+@settings(max_examples=500)
+@example(text="abb", stops=["abb", "b"], data=None)
+@example(text="abb", stops=["bb", "abb"], data=None)
 @given(
     text=st.text(alphabet="ab", max_size=12),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
@@ -125,7 +140,7 @@ def test_stop_strings_cut_the_same_however_the_text_comes(text, stops, data):
     first = min(((end, start) for end, start, piece in ends if piece in stops), default=None)
     stopper, out, rest = StopStrings(stops), "", text
     while rest:
-        size = data.draw(st.integers(1, len(rest)))
+        size = data.draw(st.integers(1, len(rest))) if data else len(rest)
         piece, matched = stopper.push(rest[:size])
         out, rest = out + piece, rest[size:]
         if matched is not None:

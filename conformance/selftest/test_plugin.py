@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from conformance.suite import SUITE
 from matrix.generate import cells
 from matrix.ledger import Record, Run, read
 from matrix.space import load_space
@@ -177,6 +178,18 @@ def test_other_tests_are_left_alone(suite: pytest.Pytester) -> None:
     result.stdout.no_fnmatch_line("*target*")
 
 
-def test_unknown_target_is_refused(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess("--target", "nobody", "--pyargs", "conformance.test_cells")
-    assert result.ret != 0
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--target=nobody", "ERROR: --target: *nobody.toml: no such target; there are *reference*"),
+        ("--tier=none", "ERROR: --tier: no tier 'none' in the space; there are smoke*"),
+    ],
+)
+def test_bad_option_is_refused_before_anything_starts(
+    pytester: pytest.Pytester, option: str, told: str, workers: str
+) -> None:
+    result = pytester.runpytest_subprocess(option, workers, "-p", "no:cacheprovider", str(SUITE / "test_cells.py"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([told])
+    result.stdout.no_fnmatch_line("*INTERNALERROR*")

@@ -222,7 +222,9 @@ def test_too_long_a_path_is_refused_before_anything_is_read(
     monkeypatch.setenv("WEIGHT_CACHE_DIR", str(root / ("x" * room)))
     registry.check_socket_path("cpu-0")
     monkeypatch.setenv("WEIGHT_CACHE_DIR", str(root / ("x" * (room - 1) + "é")))
-    tiny.become_rank(tmp_path / "no checkpoint here")
-    with pytest.raises(CacheRefusal, match="107 bytes, this has 108; set WEIGHT_CACHE_DIR") as caught:
+    with (
+        tiny.rank(tmp_path / "no checkpoint here"),
+        pytest.raises(CacheRefusal, match="107 bytes, this has 108; set WEIGHT_CACHE_DIR") as caught,
+    ):
         DaemonRank(0, lambda done, total: None)
     assert caught.value.code == "registry"

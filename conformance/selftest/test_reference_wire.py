@@ -110,36 +110,36 @@ PING = packed({"type": "ping"})
 DEEP = b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 100_000 + b"\xc0"
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"),
-    [
-        (frame(PING, magic=b"wcp2"), "bad_frame"),
-        (frame(PING, zero=1), "bad_frame"),
-        (b"GET / HTTP/1.1\r\n\r\n", "bad_frame"),
-        (frame(PING, version=2), "bad_version"),
-        (frame(PING, version=0), "bad_version"),
-        (frame(b"", length=MAX_FRAME + 1), "frame_too_large"),
-        (frame(b"", length=(1 << 32) - 1), "frame_too_large"),
-        (frame(bytes(MAX_FRAME + 1)), "frame_too_large"),
-        (frame(b""), "bad_message"),
-        (frame(b"\xc1"), "bad_message"),
-        (frame(PING + PING), "bad_message"),
-        (frame(PING[:-1]), "bad_message"),
-        (frame(b"\x81\xa4type\xa4\xff\xff\xff\xff"), "bad_message"),
-        (frame(DEEP), "bad_message"),
-        (frame(bytes(MAX_FRAME)), "bad_message"),
-        (frame(packed(["ping"])), "bad_message"),
-        (frame(packed({})), "bad_message"),
-        (frame(packed({"type": "pong", "instance": "", "state": ""})), "bad_message"),
-        (frame(packed({"type": "steal"})), "bad_message"),
-        (frame(packed({"type": 1})), "bad_message"),
-        (frame(packed({"type": "attach"})), "bad_message"),
-        (frame(packed({"type": "attach", "key": 7})), "bad_message"),
-        (frame(packed({"type": "attach", "key": None})), "bad_message"),
-        (frame(packed({"type": "attach", "key": "wk1:" + "0" * 32})), "key_mismatch"),
-        (frame(packed({"type": "attach", "key": "x" * (MAX_FRAME - 100)})), "key_mismatch"),
-    ],
-)
+BAD_FRAMES = {
+    "magic": (frame(PING, magic=b"wcp2"), "bad_frame"),
+    "zero": (frame(PING, zero=1), "bad_frame"),
+    "http": (b"GET / HTTP/1.1\r\n\r\n", "bad_frame"),
+    "later version": (frame(PING, version=2), "bad_version"),
+    "version 0": (frame(PING, version=0), "bad_version"),
+    "a byte too large": (frame(b"", length=MAX_FRAME + 1), "frame_too_large"),
+    "4 GiB": (frame(b"", length=(1 << 32) - 1), "frame_too_large"),
+    "too large, sent": (frame(bytes(MAX_FRAME + 1)), "frame_too_large"),
+    "empty": (frame(b""), "bad_message"),
+    "no msgpack": (frame(b"\xc1"), "bad_message"),
+    "two messages": (frame(PING + PING), "bad_message"),
+    "cut message": (frame(PING[:-1]), "bad_message"),
+    "no UTF-8": (frame(b"\x81\xa4type\xa4\xff\xff\xff\xff"), "bad_message"),
+    "nested": (frame(DEEP), "bad_message"),
+    "zeros": (frame(bytes(MAX_FRAME)), "bad_message"),
+    "list": (frame(packed(["ping"])), "bad_message"),
+    "no type": (frame(packed({})), "bad_message"),
+    "a reply": (frame(packed({"type": "pong", "instance": "", "state": ""})), "bad_message"),
+    "unknown type": (frame(packed({"type": "steal"})), "bad_message"),
+    "type of type": (frame(packed({"type": 1})), "bad_message"),
+    "no key": (frame(packed({"type": "attach"})), "bad_message"),
+    "key of type": (frame(packed({"type": "attach", "key": 7})), "bad_message"),
+    "null key": (frame(packed({"type": "attach", "key": None})), "bad_message"),
+    "another key": (frame(packed({"type": "attach", "key": "wk1:" + "0" * 32})), "key_mismatch"),
+    "long key": (frame(packed({"type": "attach", "key": "x" * (MAX_FRAME - 100)})), "key_mismatch"),
+}
+
+
+@pytest.mark.parametrize(("sent", "code"), BAD_FRAMES.values(), ids=BAD_FRAMES)
 def test_bad_frame_gets_a_typed_error_and_a_closed_connection(daemon: registry.Place, sent: bytes, code: str) -> None:
     with Peer(daemon) as peer:
         peer.send(sent)
@@ -170,7 +170,11 @@ def test_stream_that_ends_within_a_frame(daemon: registry.Place, cut: int) -> No
         ),
         st.dictionaries(
             st.sampled_from(["type", "key", "x"]),
-            st.none() | st.integers() | st.floats() | st.sampled_from(["ping", "status", "attach"]) | st.binary(),
+            st.none()
+            | st.integers(-(1 << 63), (1 << 64) - 1)
+            | st.floats()
+            | st.sampled_from(["ping", "status", "attach"])
+            | st.binary(),
         ).map(lambda message: frame(packed(message))),
     )
 )

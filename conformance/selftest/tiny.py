@@ -7,15 +7,15 @@ Same files as a Hugging Face checkpoint's (config.json, safetensors shards, an i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from reference.args import ServerArgs
-from reference.context import Ranks, publish
+from reference.context import Ranks, override_server_args
 from reference.models import build_model
 from reference.parallel import initialize_groups
 from reference.weights.checkpoint import Checkpoint
@@ -143,14 +143,17 @@ def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(value))
 
 
-def become_rank(directory: Path, tp_size: int = 1, tp_rank: int = 0, **arguments: Any) -> None:
-    """Publish the configuration of one rank in this process; its groups are arithmetic only."""
-    publish(ServerArgs(model_path=str(directory), tp_size=tp_size, **arguments), Ranks(tp_rank, tp_rank))
-    initialize_groups(tp_rank)
+@contextmanager
+def rank(directory: Path, tp_size: int = 1, tp_rank: int = 0, **arguments: Any) -> Iterator[None]:
+    """Be one rank for a while, as far as configuration goes; its groups are arithmetic only."""
+    arguments |= {"model_path": str(directory), "tp_size": tp_size}
+    with override_server_args(ranks=Ranks(tp_rank, tp_rank), **arguments):
+        initialize_groups()
+        yield
 
 
 def plan(directory: Path, tp_size: int = 1, tp_rank: int = 0, dtype: str = "auto") -> RankPlan:
     """Plan one rank of a checkpoint."""
-    become_rank(directory, tp_size, tp_rank, dtype=dtype)
-    checkpoint = Checkpoint.open(directory)
-    return plan_rank(build_model(checkpoint, dtype), checkpoint)
+    with rank(directory, tp_size, tp_rank):
+        checkpoint = Checkpoint.open(directory)
+        return plan_rank(build_model(checkpoint, dtype), checkpoint)

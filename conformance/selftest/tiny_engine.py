@@ -15,10 +15,11 @@ VOCAB_SIZE = 300
 PADDED_VOCAB = 320
 CHAT_TEMPLATE = (
     "{%- if messages[0].role == 'developer' %}{{ raise_exception('no developer role') }}{% endif %}\n"
-    "{%- for message in messages %}\n"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
-    "{%- if loop.first and shout %}{{ {'é': 1} | tojson }}{% continue %}{% endif %}\n"
-    "{%- endfor %}\n"
+    # A block's line and its indentation must vanish: templates are written for trim_blocks and lstrip_blocks.
+    "  {% for message in messages %}\n"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+    "  {%- if loop.first and shout %}{{ {'é': 1} | tojson }}{% continue %}{% endif %}\n"
+    "  {% endfor %}\n"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
 )
 

@@ -65,7 +65,12 @@ def _from_daemon(plan: RankPlan, checkpoint: Checkpoint, device: str, rank: int)
     attachment = client.attach(plan, checkpoint, device, rank)
     state = "skipped"
     if get_cache().weight_cache_verify == "full":
-        verify_slab(attachment.manifest, plan, attachment.slab.tensor())
+        try:
+            verify_slab(attachment.manifest, plan, attachment.slab.tensor())
+        except BaseException:
+            attachment.lease.close()
+            attachment.slab.close()
+            raise
         state = "verified"
     return Weights(
         slab=attachment.slab,

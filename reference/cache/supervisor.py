@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as ProgressBar
 
-from reference.args import DAEMON, parse_args
 from reference.cache.daemon import DaemonRank
+from reference.command_line import DAEMON, parse_args
 from reference.context import Ranks, get_parallel, get_server_args, publish
 from reference.engine.ranks import (
     Exited,
@@ -31,7 +31,7 @@ from reference.engine.ranks import (
     stop,
 )
 from reference.errors import Refusal
-from reference.parallel import initialize_groups
+from reference.parallel import check_served, initialize_groups
 
 _GRACE = 10.0  # seconds between telling a rank to stop and killing it
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the daemon of every local rank until SIGTERM or SIGINT. Returns the exit status."""
     try:
         publish(parse_args(argv, DAEMON), None)
+        check_served()
         supervise(lambda text: print(f"ready: {text}", flush=True))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
@@ -126,8 +127,8 @@ def _run_rank(rank: int, report: Report) -> None:
             _stop()
 
     signal.signal(signal.SIGTERM, on_term)
-    publish(get_server_args(), Ranks(tp_rank=rank, local_rank=rank))
-    initialize_groups(rank)
+    publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
+    initialize_groups()
     daemon = DaemonRank(rank, report_progress(report, "digesting"))
     try:
         try:

@@ -5,7 +5,7 @@ Imports nothing heavy: the work is done by `reference.engine.launcher`, in a chi
 
 import sys
 
-from reference.args import ENGINE
+from reference.command_line import ENGINE
 from reference.engine.forkserver import run_command
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from reference.args import Command, parse_args
+from reference.command_line import Command, parse_args
 from reference.errors import ArgumentRefusal
 
 ENVIRONMENT = "WEIGHT_CACHE_FORK_SERVER"

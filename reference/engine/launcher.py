@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import reference
-from reference.args import ENGINE, parse_args
 from reference.cache.supervisor import supervise
+from reference.command_line import ENGINE, parse_args
 from reference.context import get_cache, get_context, get_model, get_parallel, get_server, publish
 from reference.engine.client import EngineClient, EngineState
 from reference.engine.http import create_app, run_server
@@ -34,6 +34,7 @@ from reference.engine.ranks import (
 )
 from reference.engine.tokenizer import Tokenizer
 from reference.errors import ArgumentRefusal, Refusal
+from reference.parallel import check_served
 from reference.weights.checkpoint import Checkpoint
 
 _GRACE = 10.0  # seconds for ranks and daemons to end by themselves
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve a model over HTTP until SIGTERM or SIGINT. Returns the exit status."""
     try:
         publish(parse_args(argv, ENGINE), None)
+        check_served()
         Engine().run()
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)

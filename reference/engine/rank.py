@@ -34,10 +34,10 @@ def run_rank(rank: int, report: Report, rendezvous: socket.socket | None, reques
     started = time.monotonic()
     # A service manager signals every process of the engine; the parent decides when its ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    publish(get_server_args(), Ranks(tp_rank=rank, local_rank=rank))
+    publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
     # One thread a rank: tiny models gain nothing from more, and ranks would take each other's cores.
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    initialize_groups(rank, rendezvous)
+    initialize_groups(rendezvous)
     stages = {"groups": time.monotonic() - started}
     checkpoint = Checkpoint.open(get_model().model_path)
     model = build_model(checkpoint, get_model().dtype)

@@ -64,8 +64,7 @@ def _draw(logits: torch.Tensor, queries: list[LogitsQuery]) -> list[int]:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
 
     temperature = column([query.sampling.temperature for query in queries]).float()
-    # A sum of rounded probabilities can pass 1 before its end, so "keep all" must not be compared with it.
-    top_p = column([query.sampling.top_p if query.sampling.top_p < 1 else float("inf") for query in queries])
+    top_p = column([query.sampling.top_p for query in queries])
     top_k = column([query.sampling.top_k if query.sampling.top_k > 0 else float("inf") for query in queries])
     draw = column([uniform(query.seed, query.position) for query in queries])
 
