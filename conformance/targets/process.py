@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -118,22 +119,31 @@ class Process:
             return self.ending
         if self.alive:
             self._popen.send_signal(asking)
-        killed = False
-        try:
-            self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            killed = True
+        killed = not self._ends_within(seconds)
+        if killed:
             self._popen.kill()
-            self._popen.wait(KILL_SECONDS)
+        status = self._popen.wait(KILL_SECONDS)
         survivors = self._kill_session()
         for reader in self._readers:
             reader.join(KILL_SECONDS)
-        self.ending = Ending(self._popen.returncode, killed, survivors)
+        self.ending = Ending(status, killed, survivors)
         return self.ending
 
     def tail(self) -> str:
         """Return the last lines it wrote."""
         return "\n".join(f"  {line}" for line in self._tail) or "  (it wrote nothing)"
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the process, which the kernel tells at once (`Popen.wait` with a limit looks and sleeps)."""
+        descriptor = os.pidfd_open(self.pid) if self.alive else None
+        if descriptor is None:
+            return True
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return bool(poll.poll(seconds * 1000))
+        finally:
+            os.close(descriptor)
 
     def _kill_session(self) -> tuple[str, ...]:
         """Kill every process that outlives the leader of this session, and describe them."""
