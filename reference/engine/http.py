@@ -196,7 +196,7 @@ def _reply(request: GenerateRequest, generated: Generated, state: EngineState) -
     """Return a request's reply in SGLang's shape."""
 
     def items(logprobs: list[Logprob]) -> list[tuple[float | None, int, str]]:
-        return [(value, token, state.tokenizer.decode([token], skip_special_tokens=False)) for value, token in logprobs]
+        return [(value, token, state.tokenizer.token_text(token)) for value, token in logprobs]
 
     finish_reason: dict[str, Any] | None = None
     if generated.finish_reason == "length":

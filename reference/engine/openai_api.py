@@ -253,12 +253,12 @@ def _usage(call: _Call, completion_tokens: int) -> dict[str, int]:
 
 
 def _completion_logprobs(generated: Generated, tokenizer: Tokenizer, offset: int, top: int) -> dict[str, Any]:
-    tokens = [tokenizer.decode([token], skip_special_tokens=False) for token in generated.token_ids]
+    tokens = [tokenizer.token_text(token) for token in generated.token_ids]
     offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
     tops = []
     for entries in generated.output_top_logprobs:
         # Tokens with the same text share a key; going from the least likely, the likeliest stays.
-        tops.append({tokenizer.decode([t], skip_special_tokens=False): value for value, t in reversed(entries)})
+        tops.append({tokenizer.token_text(t): value for value, t in reversed(entries)})
     return {
         "tokens": tokens,
         "token_logprobs": [value for value, _ in generated.output_token_logprobs],
@@ -269,7 +269,7 @@ def _completion_logprobs(generated: Generated, tokenizer: Tokenizer, offset: int
 
 def _chat_logprobs(generated: Generated, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     def entry(value: float | None, token: int) -> dict[str, Any]:
-        text = tokenizer.decode([token], skip_special_tokens=False)
+        text = tokenizer.token_text(token)
         # A token can be part of a character, whose bytes the text doesn't show.
         return {"token": text, "logprob": value, "bytes": None if "\ufffd" in text else list(text.encode())}
 

@@ -28,6 +28,7 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self._special = special
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, model_path: str | Path) -> Tokenizer:
@@ -45,6 +46,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token id, special tokens included. Remembered, since log-probabilities ask for many."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self.decode([token], skip_special_tokens=False)
         return text
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
