@@ -41,7 +41,8 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(command: Command) -> argparse.ArgumentParser:
     """Return a parser of all declared arguments, its help grouped by namespace."""
-    parser = _Parser(prog=command.prog, description=command.description, allow_abbrev=False)
+    usage = f"{command.prog} --model-path DIR [options]"
+    parser = _Parser(command.prog, usage, command.description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"reference {__version__}")
     groups = {name: parser.add_argument_group(title) for name, title in NAMESPACES.items()}
     hints = get_type_hints(ServerArgs)

@@ -168,6 +168,11 @@ def check_served() -> None:
             raise ArgumentRefusal(f"{flag}: this version serves tensor parallel layouts only; leave it out")
 
 
+def limit_threads() -> None:
+    """Give this rank one compute thread, or what `$OMP_NUM_THREADS` says: ranks must not take each other's cores."""
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+
+
 def destroy_groups() -> None:
     """Take the backend down, if there is one."""
     if dist.is_initialized():

@@ -31,7 +31,7 @@ from reference.engine.ranks import (
     stop,
 )
 from reference.errors import Refusal
-from reference.parallel import check_served, initialize_groups
+from reference.parallel import check_served, initialize_groups, limit_threads
 
 _GRACE = 10.0  # seconds between telling a rank to stop and killing it
 
@@ -128,6 +128,7 @@ def _run_rank(rank: int, report: Report) -> None:
 
     signal.signal(signal.SIGTERM, on_term)
     publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
+    limit_threads()
     initialize_groups()
     daemon = DaemonRank(rank, report_progress(report, "digesting"))
     try:

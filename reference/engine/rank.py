@@ -8,8 +8,6 @@ import socket
 import threading
 import time
 
-import torch
-
 from reference.cache.acquire import Weights, acquire_weights
 from reference.cache.client import wait_for_end
 from reference.context import Ranks, get_cache, get_exec, get_model, get_parallel, get_server_args, publish
@@ -23,7 +21,7 @@ from reference.engine.worker import run_worker
 from reference.errors import Refusal
 from reference.models import build_model
 from reference.models.qwen3 import Qwen3ForCausalLM
-from reference.parallel import destroy_groups, device_name, initialize_groups
+from reference.parallel import destroy_groups, device_name, initialize_groups, limit_threads
 from reference.weights.checkpoint import Checkpoint
 from reference.weights.fill import bind
 from reference.weights.plan import RankPlan, plan_rank
@@ -35,8 +33,7 @@ def run_rank(rank: int, report: Report, rendezvous: socket.socket | None, reques
     # A service manager signals every process of the engine; the parent decides when its ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
-    # One thread a rank: tiny models gain nothing from more, and ranks would take each other's cores.
-    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    limit_threads()
     initialize_groups(rendezvous)
     stages = {"groups": time.monotonic() - started}
     checkpoint = Checkpoint.open(get_model().model_path)
