@@ -65,6 +65,6 @@ class Run:
         return place.read_bytes()
 
     def end(self, *, keep: bool) -> None:
-        """Remove the directory, unless its logs are still wanted."""
-        if not keep:
+        """Remove the directory, unless it is to be kept and has logs that someone may want to read."""
+        if not (keep and any(self.directory.glob("*.log"))):
             shutil.rmtree(self.directory, ignore_errors=True)

@@ -49,6 +49,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="r
     `requirements`: outcome by requirement id. `layout_hashes`, `digests_digest`: one a rank, in rank order; empty where
     they weren't obtained. `device`: `cpu`, or what the ranks ran on. `machine`: the machine kind. `time`: the end, in
     UTC. `revision`: of this repository. `run`: the id in the run's header. `reason`: the text of a failure or skip, short.
+    What may have made it slow, each None in a ledger that doesn't say: `load`, the machine's 1-minute load average
+    divided by its cores when the class began; `warm`, whether its checkpoint and expected results were in the cache by
+    then; `attempt`, 1 for a first try, more where the run or one of its tests was retried.
     """
 
     cell: str
@@ -70,6 +73,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="r
     revision: str
     run: str
     reason: str = ""
+    load: float | None = None
+    warm: bool | None = None
+    attempt: int | None = None
     format: int = LEDGER_FORMAT
 
 
@@ -169,13 +175,14 @@ def read(paths: Iterable[str | Path]) -> LedgerContents:
     A line that can't be decoded is lost alone, and is one of the `problems`; so is a run without header or footer, or
     whose footer counts other records than were read.
     """
+    return parse((path, _bytes_of(path)) for path in map(str, paths))
+
+
+def parse(texts: Iterable[tuple[str, bytes]]) -> LedgerContents:
+    """Read ledgers that are in memory already: pairs of a name, for messages, and the content. Otherwise as `read`."""
     runs: dict[str, _Unfinished] = {}
     problems: list[Problem] = []
-    for path in map(str, paths):
-        try:
-            text = Path(path).read_bytes()
-        except OSError as error:
-            raise LedgerError(f"{path}: {error.strerror}") from error
+    for path, text in texts:
         for number, raw in enumerate(text.split(b"\n"), 1):
             if not raw.strip():
                 continue
@@ -196,6 +203,13 @@ def read(paths: Iterable[str | Path]) -> LedgerContents:
     return LedgerContents(
         tuple(Run(name, run.header, tuple(run.records), run.footer) for name, run in runs.items()), tuple(problems)
     )
+
+
+def _bytes_of(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise LedgerError(f"{path}: {error.strerror}") from error
 
 
 def _decode(raw: bytes, path: str, number: int) -> Line:

@@ -1,7 +1,7 @@
 """The errors a user can cause. Each is one line that says what, where, given, allowed, and what to do."""
 
 
-class Refusal(Exception):  # noqa: N818 - it is an answer, not a malfunction
+class Refusal(Exception):
     """The program declines to go on. The command line prints the message behind `error: ` and exits with status 1.
 
     The message is one line whatever names it quotes: line breaks in them are shown as escapes.

@@ -51,10 +51,10 @@ def mappings(pid: int) -> list[Mapping]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds: open descriptors, those of anonymous shared memory among them, threads, private bytes."""
+    """What a process holds: open descriptors, mappings of anonymous shared memory, threads, private bytes."""
 
     descriptors: int
-    memfds: int
+    memfd_mappings: int
     threads: int
     private_bytes: int
 
@@ -63,14 +63,8 @@ def footprint(pid: int) -> Footprint:
     """Measure a process. Raises psutil.NoSuchProcess."""
     process = psutil.Process(pid)
     memory = process.memory_full_info()
-    targets = []
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        try:
-            targets.append(os.readlink(entry.path))
-        except FileNotFoundError:
-            continue
-    memfds = sum(target.startswith("/memfd:") for target in targets)
-    return Footprint(len(targets), memfds, process.num_threads(), memory.uss)
+    mapped = sum(" /memfd:" in line for line in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines())
+    return Footprint(process.num_fds(), mapped, process.num_threads(), memory.uss)
 
 
 def shared_memory_files() -> set[str]:

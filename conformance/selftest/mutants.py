@@ -7,7 +7,9 @@ mutation NAME applied in its process, before any rank is forked. Each mutation i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import mmap
 import os
 import signal
 import socket
@@ -266,7 +268,7 @@ def early_ready(part: str) -> None:
         _replace(DaemonRank, "open", wrap)
 
 
-@mutant(CLIENT, "WC-LIFE-002", told="socket")
+@mutant(CLIENT, "WC-LIFE-002", told="left behind")
 def litter(part: str) -> None:
     """End without removing anything from the registry."""
     if part == "daemon":
@@ -291,9 +293,29 @@ def leaked_descriptor(part: str) -> None:
         _replace(DaemonRank, "_grant", wrap)
 
 
+@mutant(CLIENT, "WC-LEAK-001", told="held by")
+def leaked_mapping(part: str) -> None:
+    """Map the slab once more for each engine that ever attached."""
+    if part == "daemon":
+        from reference.cache.daemon import DaemonRank
+
+        library = ctypes.CDLL(None, use_errno=True)
+
+        def wrap(grant: Callable[..., None]) -> Callable[..., None]:
+            def granted(self: Any, *arguments: Any) -> None:
+                grant(self, *arguments)
+                address, size = ctypes.c_void_p(0), ctypes.c_size_t(self._slab.size)
+                flags = (mmap.PROT_READ, mmap.MAP_PRIVATE, self._slab.descriptor)
+                library.mmap(address, size, *flags, ctypes.c_long(0))
+
+            return granted
+
+        _replace(DaemonRank, "_grant", wrap)
+
+
 @mutant(CLIENT, "WC-LEAK-001", told="growth")
 def leaked_memory(part: str) -> None:
-    """Keep a megabyte for each engine that ever attached."""
+    """Keep a quarter of a megabyte for each engine that ever attached."""
     if part == "daemon":
         from reference.cache.daemon import DaemonRank
 
@@ -302,7 +324,7 @@ def leaked_memory(part: str) -> None:
         def wrap(grant: Callable[..., None]) -> Callable[..., None]:
             def granted(self: Any, *arguments: Any) -> None:
                 grant(self, *arguments)
-                kept.append(b"\1" * (1 << 20))
+                kept.append(b"\1" * (1 << 18))
 
             return granted
 

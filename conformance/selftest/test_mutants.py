@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -68,14 +69,16 @@ def measure(name: str, mutant: Mutant, tmp_path: Path, environment: dict[str, st
     ]
     if SLOW not in mutant.red:
         command += ["-k", "not restarts"]
-    done = subprocess.run(
-        command,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
+    # A run that fails keeps its logs, in the temporary directory. These runs are meant to fail.
+    with tempfile.TemporaryDirectory(prefix="wcm-", dir="/tmp") as logs:
+        done = subprocess.run(
+            command,
+            env=os.environ | environment | {"TMPDIR": logs},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
     contents = read([tmp_path / "ledger.jsonl"])
     assert not contents.problems, done.stdout
     (record,) = contents.records

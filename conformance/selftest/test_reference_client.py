@@ -278,9 +278,13 @@ def test_bytes_that_are_not_what_was_digested(impostor: Impostor, directory: Pat
     tensor = next(t for t in impostor.plan.tensors if t.name.endswith("layers.2.mlp.experts.w2_weight"))
     at = tensor.offset + 3 * tensor.nbytes // 6
     impostor.slab = impostor.slab[:at] + bytes([impostor.slab[at] ^ 1]) + impostor.slab[at + 1 :]
+    before = open_files()
     with pytest.raises(CacheRefusal, match=r"model\.layers\.2\.mlp\.experts\.w2_weight slot 3") as caught:
         acquire_weights(impostor.plan, Checkpoint.open(directory), "cpu-0", 0)
     assert caught.value.code == "digest_mismatch"
+    del caught  # its traceback holds the mapping
+    with impostor.busy:
+        assert not open_files() - before
 
 
 def test_another_users_daemon_is_not_trusted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import conformance.vectors
 from conformance.selftest import tiny
 from reference.errors import CheckpointRefusal
 from reference.models import build_model
 from reference.weights.checkpoint import Checkpoint
 from reference.weights.fill import bind, fill_slab, rope_table, slab_bytes, slab_view
-from reference.weights.plan import ALIGNMENT, RankPlan, plan_rank, planned, whole
+from reference.weights.plan import ALIGNMENT, RankPlan, Source, TensorPlan, plan_rank, planned, whole
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -102,6 +104,8 @@ def check_places(plan: RankPlan) -> None:
     """Offsets are aligned, tensors lie apart and inside the slab; an alias lies where its owner does."""
     by_name = {tensor.name: tensor for tensor in plan.tensors}
     assert list(by_name) == sorted(by_name)
+    for tensor in plan.tensors:
+        assert [source.at for source in tensor.sources] == sorted(source.at for source in tensor.sources)
     stop = 0
     for tensor in sorted((t for t in plan.tensors if not t.alias), key=lambda t: t.offset):
         assert tensor.offset % ALIGNMENT == 0
@@ -210,6 +214,25 @@ def test_layout_hash_differs_where_sources_do_and_only_there(tmp_path: Path) -> 
     assert len(hashes[0]) == 4 + 32
     # Equal bytes have equal keys, wherever they are: the same rank, planned again for another device.
     assert tiny.plan(directory, 4, 3).layout_hash == hashes[-1]
+
+
+LAYOUTS = json.loads((Path(conformance.vectors.__file__).parent / "layout_hash.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: case["name"])
+def test_layout_hash_vectors(case: dict[str, Any]) -> None:
+    """The same document in any language, the same hash."""
+    tensors = []
+    for tensor in sorted(case["tensors"], key=lambda tensor: tensor["name"]):
+        slices = [{key: tuple(source[key]) for key in ("start", "stop", "at")} for source in tensor["sources"]]
+        names = [source["tensor"] for source in tensor["sources"]]
+        fields = {key: tensor[key] for key in ("name", "kind", "alias", "transform")}
+        fields["sources"] = tuple(Source(name, (), **where) for name, where in zip(names, slices, strict=True))
+        fields |= {"dtype": getattr(torch, tensor["dtype"]), "shape": tuple(tensor["shape"])}
+        tensors.append(TensorPlan(**fields, offset=0, nbytes=0, stacked=False))
+        assert list(tensors[-1].stride) == tensor["stride"]
+    experts = {int(layer): tuple(slots) for layer, slots in case["experts"].items()}
+    assert RankPlan(tuple(tensors), experts, 0).layout_hash == case["layout_hash"]
 
 
 CONTENT = {

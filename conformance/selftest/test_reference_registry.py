@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,7 @@ def test_release_leaves_nothing_of_its_own_and_all_of_others(root: Path) -> None
     ours, other = Claim("cpu-0", KEY), Claim("cpu-0", OTHER)
     ours.write_status(status())
     ours.place.socket.touch()
+    ours.place.status.with_suffix(".tmp").touch()
     ours.release()
     assert left_over(root) == ["cpu-0", f"cpu-0/{OTHER.replace(':', '-')}", f"cpu-0/{OTHER.replace(':', '-')}/lock"]
     other.release()
@@ -132,6 +134,25 @@ def test_claims_and_releases_at_once(root: Path) -> None:
     pids = [fork(claim_often) for _ in range(3)]
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
     assert left_over(root) == []
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
+def test_directory_that_goes_while_it_is_made(
+    root: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """A daemon that ends removes the place's directory; whichever call notices, the claim begins again."""
+    make, errors = Path.mkdir, iter([error])
+    place = registry.place("cpu-0", KEY).path
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == place and (first := next(errors, None)):
+            raise first(path)
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    Claim("cpu-0", KEY).release()
+    monkeypatch.undo()
+    assert next(errors, None) is None
 
 
 def test_places_are_newest_first_and_those_that_go_meanwhile_hide_none(

@@ -6,13 +6,17 @@ import contextlib
 import fcntl
 import mmap
 import os
+import select
+import signal
 import socket
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +24,7 @@ from hypothesis import strategies as st
 from conformance.selftest import tiny
 from conformance.selftest.reference_process import Workshop, open_workshop
 from reference.cache import registry
+from reference.cache.daemon import DaemonRank
 
 HEADER = struct.Struct("!4sHHI")
 MAX_FRAME = 1 << 20
@@ -70,6 +75,7 @@ class Peer:
         head = self._read(HEADER.size)
         magic, version, zero, length = HEADER.unpack(head)
         assert (magic, version, zero) == (b"wcp1", 1, 0)
+        assert length <= MAX_FRAME
         return dict(msgspec.msgpack.decode(self._read(length)))
 
     def ask(self, message: object) -> dict[str, Any]:
@@ -308,6 +314,45 @@ def test_descriptors_that_a_peer_sends_along_are_not_kept(daemon: registry.Place
         assert peer.hear()["code"] == "bad_message"
         assert peer.is_closed()
     check_alive(daemon)
+
+
+def test_daemon_that_ends_while_it_loads_tells_those_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="wcw-") as root, tiny.rank(tiny.write(tmp_path, tiny.DENSE)):
+        monkeypatch.setenv("WEIGHT_CACHE_DIR", root)
+        loading = DaemonRank(0, lambda done, total: None)
+        loading.claim()
+        with Peer(registry.place("cpu-0", loading.key)) as waiting, Peer(registry.place("cpu-0", loading.key)) as other:
+            assert waiting.ask({"type": "status"})["state"] == "loading"
+            waiting.say({"type": "attach", "key": loading.key})
+            while not loading._waiters:
+                other.ask({"type": "ping"})
+            loading.close()
+            waiting.socket.setblocking(False)
+            assert waiting.hear()["code"] == "load_failed"
+        assert not list(Path(root).glob("cpu-*"))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_killed_supervisor_takes_its_ranks_with_it_and_nothing_stays(
+    workshop: Workshop, tmp_path: Path, tp_size: int
+) -> None:
+    """A rank learns of it twice, by the end of its stream and by a signal; the second must not part its cleaning up."""
+    before = workshop.left_over()
+    for seed in range(3):
+        tensors = tiny.make_tensors(tiny.DENSE, seed=seed)
+        model = tiny.write(tmp_path / str(seed), tiny.DENSE, tensors)
+        process = workshop.daemon(model, "--tp-size", str(tp_size), "--base-gpu-id", "1")
+        places = [registry.Place(path) for path in workshop.registry.glob("cpu-[12]/*")]
+        ranks = [status_of(place)["pid"] for place in places]
+        assert len(ranks) == tp_size
+        (supervisor,) = {psutil.Process(rank).ppid() for rank in ranks}
+        ends = [os.pidfd_open(rank) for rank in ranks]
+        os.kill(supervisor, signal.SIGKILL)
+        for end in ends:
+            select.select([end], [], [])
+            os.close(end)
+        assert workshop.left_over() == before
+        process.stop()
 
 
 def test_socket_and_directory_are_the_users_own(daemon: registry.Place) -> None:
