@@ -84,13 +84,18 @@ def timeout_class(needed: float, policy: Policy = DEFAULT_POLICY, previous: int 
 
 
 def rounded(seconds: float) -> float:
-    """Return seconds as an estimate is kept: to 0.1 below 10, to 1 above."""
-    return max(0.1, round(seconds, 1)) if seconds < 10 else float(round(seconds))
+    """Return seconds as an estimate is kept: to 0.1 below 100 and at least that, to 1 above."""
+    return max(0.1, round(seconds, 1)) if seconds < 100 else float(round(seconds))
 
 
 def shown(seconds: float | None) -> str:
     """Return seconds for a reader: `4.2 s`, `301 s`; a dash for None."""
     return "-" if seconds is None else f"{rounded(seconds):g} s"
+
+
+def percent(part: float, *, signed: bool = False) -> str:
+    """Return a fraction for a reader: `5 %`, signed `+5 %`."""
+    return f"{100 * part:+.0f} %" if signed else f"{100 * part:.0f} %"
 
 
 def _measure(chosen: Chosen, today: date, policy: Policy, timeout: int | None) -> Estimate:
@@ -143,12 +148,12 @@ def _reason(chosen: Chosen, middle: float, widening: float, small: bool, policy:
     if not small:
         text += f", of which the {policy.est_percentile * 100:.0f}th percentile is {shown(middle)}"
     if widening:
-        text += f"; widened by {100 * widening:.0f} % since there {'is' if count == 1 else 'are'} only {count}"
+        text += f"; widened by {percent(widening)} since there {'is' if count == 1 else 'are'} only {count}"
     if chosen.shift:
         shift = chosen.shift
         change = shift.after / shift.before - 1
         text = (
-            f"level shift from {shown(shift.before)} to {shown(shift.after)} ({100 * change:+.0f} %), first seen at "
+            f"level shift from {shown(shift.before)} to {shown(shift.after)} ({percent(change, signed=True)}), first seen at "
             f"revision {shift.first.revision or 'unknown'} on {shift.first.time.date()}; {text}"
         )
     return text

@@ -72,7 +72,7 @@ def choose(readings: Sequence[Reading], as_of: datetime, policy: Policy) -> Chos
     if split:
         before, usable = usable[:split], usable[split:]
         shift = Shift(_median(before), _median(usable), usable[0])
-        out += [LeftOut(reading, f"before the shift to {shift.after:.4g} s") for reading in before]
+        out += [LeftOut(reading, f"before the shift to {shift.after:.3g} s") for reading in before]
     usable = _keep_apart(usable, _strays(usable, policy), policy.min_readings, out)
     oldest = usable[0].time if usable else as_of
     # A passing time from before the window or the shift says nothing of today's slowest run.
@@ -165,7 +165,7 @@ def _strays(readings: Sequence[Reading], policy: Policy) -> dict[Reading, str]:
     found = [reading for reading, one in logs.items() if abs(one - middle) > limit]
     if len(found) > policy.outlier_share * len(readings):
         return {}
-    return {one: f"a stray: {one.seconds.whole:.4g} s, others about {math.exp(middle):.4g} s" for one in found}
+    return {one: f"a stray: {one.seconds.whole:.3g} s, others about {math.exp(middle):.3g} s" for one in found}
 
 
 def _keep_apart(readings: list[Reading], apart: dict[Reading, str], at_least: int, out: list[LeftOut]) -> list[Reading]:

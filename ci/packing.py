@@ -204,13 +204,13 @@ def _settle(instance: Instance, fresh: list[int], bound: int, before: list[int],
     while split.makespan > ceiling and exchange(split, ceiling):
         pass
     mended = improve(instance, split.assignment, ceiling)
-    renumbered = _renumbered(fresh, before, instance.runners)
+    renumbered = renumbered(fresh, before, instance.runners)
     if instance.makespan(mended) > ceiling or _moved(renumbered, before) < _moved(mended, before):
         return renumbered
     return mended
 
 
-def _renumbered(fresh: list[int], before: list[int], runners: int) -> list[int]:
+def renumbered(fresh: list[int], before: list[int], runners: int) -> list[int]:
     """Return `fresh` with each runner numbered as the one it has most jobs in common with; the greatest overlaps go first."""
     overlap: dict[tuple[int, int], int] = {}
     for new, old in zip(fresh, before, strict=True):

@@ -37,10 +37,10 @@ def place(split: Split, job: int) -> None:
 
 
 def multifit(instance: Instance, assignment: list[int], enough: int) -> list[int]:
-    """Return the split of the smallest capacity in which first-fit decreasing packs the jobs, or `assignment` if that is no worse.
+    """Return a split that is as good or better: the smallest capacity in which first-fit decreasing packs the jobs.
 
-    Capacities from `enough` milliseconds on are tried, by bisection to a thousandth. Jobs also go group by group where
-    that packs tighter.
+    Capacities from `enough` milliseconds to the makespan of `assignment` are tried, by bisection to a thousandth. Jobs
+    also go group by group where that packs tighter.
     """
     orders = [list(instance.longest_first)]
     if any(instance.groups):

@@ -84,7 +84,7 @@ class Policy:
     """`--check` calls an estimate stale if the newest reading that it could be made from is this many days old."""
 
     off_fraction: float = 0.25
-    off_seconds: float = 5.0
+    off_seconds: float = 2.0
     """`--check` fails if an estimate is off by more than the larger. Wider than a rewrite, so that the nightly job has
     time to follow before changes of others are held up."""
 
@@ -96,6 +96,9 @@ class Policy:
 
     model_change_fraction: float = 0.25
     """A predicted number is rewritten only if it moves by more than this: each new reading of any class moves the fit."""
+
+    model_outside_widening: float = 1.5
+    """A prediction outside what the fit has seen (more ranks, another mode) is multiplied by this: its error is unknown."""
 
 
 DEFAULT_POLICY = Policy()

@@ -7,6 +7,7 @@ first unit, once a run: it is the first that knows the target's version and the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from conformance.suite import Suite
 from conformance.targets.fault import TargetFault
 from matrix.cell import Cell
 from matrix.ledger import Footer, Header, Ledger, Outcome, Record, Seconds, now
-from matrix.machine import git_revision
+from matrix.machine import git_revision, load_per_core
 
 #: Verdicts, the worst first. A class is as good as its worst requirement.
 WORST_FIRST: tuple[Outcome, ...] = ("error", "failed", "skipped", "passed")
@@ -42,6 +43,9 @@ class _Progress:
     case: type
     cell: Cell
     started: float
+    load: float | None
+    warm: bool | None
+    attempt: int
     requirements: dict[str, Outcome] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"setup": 0.0, "call": 0.0, "teardown": 0.0})
     reasons: list[tuple[Outcome, str]] = field(default_factory=list)
@@ -67,13 +71,16 @@ class Recorder:
             return
         self.finish()
         self.suite.run.once("header", lambda: self._write_header(item.session.items))
-        self._open = _Progress(item.cls, cell, time.monotonic())  # type: ignore[attr-defined]
+        case: type = item.cls  # type: ignore[attr-defined]
+        self._open = _Progress(case, cell, time.monotonic(), load_per_core(), _is_warm(case), _attempt_of_run())
 
     def note(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         """One phase of a test is over."""
         if self._open is None or cell_of(item) is None:
             return
         self._open.seconds[report.when] += report.duration
+        # pytest-rerunfailures counts the tries of a test here.
+        self._open.attempt = max(self._open.attempt, getattr(item, "execution_count", 1))
         outcome = _outcome(call, report)
         named = requirement_of(getattr(item, "function", None))
         identity = named.id if named else item.name
@@ -121,6 +128,9 @@ class Recorder:
                 revision=self._revision,
                 run=self.suite.run.id,
                 reason="; ".join(reasons)[:REASON_LENGTH],
+                load=done.load,
+                warm=done.warm,
+                attempt=done.attempt,
             )
         )
         self._written.mkdir(exist_ok=True)
@@ -158,6 +168,25 @@ class Recorder:
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
     """Return the worst of some verdicts."""
     return min(outcomes, key=WORST_FIRST.index)
+
+
+def _is_warm(case: type) -> bool | None:
+    """Return whether a class's checkpoint, with what `transformers` computes of it, is in the cache; None without a model."""
+    model = getattr(case, "model", None)
+    if model is None:
+        return None
+    from conformance.checkpoints import Recipe, default_directory  # not needed by a pytest that runs no cell
+
+    return (default_directory() / Recipe.of(model).key).is_dir()
+
+
+def _attempt_of_run() -> int:
+    """Return which try of its job this run is, as the CI service says; 1 where none does."""
+    for name, first in (("GITHUB_RUN_ATTEMPT", 1), ("BUILDKITE_RETRY_COUNT", 0)):
+        text = os.environ.get(name, "")
+        if text.isdecimal():
+            return max(1, int(text) - first + 1)
+    return 1
 
 
 def _outcome(call: pytest.CallInfo[None], report: pytest.TestReport) -> Outcome:

@@ -15,8 +15,15 @@ def machine_kind(gpu_name: str | None = None) -> str:
     """
     if gpu_name is not None:
         return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"cpu-{cores}core"
+    return f"cpu-{_cores()}core"
+
+
+def load_per_core() -> float | None:
+    """Return the 1-minute load average divided by the cores this process may use: 1 is just busy. None where it's not kept."""
+    try:
+        return round(os.getloadavg()[0] / _cores(), 3)
+    except (AttributeError, OSError):
+        return None
 
 
 def git_revision(directory: str | Path | None = None) -> str:
@@ -29,6 +36,10 @@ def git_revision(directory: str | Path | None = None) -> str:
     if not revision:
         return "unknown"
     return revision + ("+" if _git(where, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _git(where: Path, *arguments: str) -> str:

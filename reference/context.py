@@ -54,6 +54,9 @@ class Bag:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{self._namespace}.{name}: published values change only by get_context().override()")
 
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -153,12 +156,18 @@ class Context:
                 raise ArgumentRefusal(f"{name}: decided by the live group, can't be overridden (override: {reason})")
         parallel = dict(self._bags["parallel"].__dict__)
         parallel |= {name: value for name, value in fields.items() if known[name].namespace == "parallel"}
-        derived = make_topology(parallel).derived()
+        topology = make_topology(parallel)
+        for name, group in self._parallel._groups.items():
+            if topology.size(name) != group.size:
+                raise ArgumentRefusal(
+                    f"{name}_size: would become {topology.size(name)}, but the live group has {group.size} ranks"
+                    f" (override: {reason})"
+                )
         for name, value in fields.items():
             leaves = self._bags[known[name].namespace].__dict__
             self._overrides.append(Override(reason, name, leaves[name], value, time.time()))
             leaves[name] = value
-        self._bags["parallel"].__dict__.update(derived)
+        self._bags["parallel"].__dict__.update(topology.derived())
 
     def topology(self) -> Topology:
         """Return the published sizes as a topology: what groups are made from. Readers use `get_parallel()`."""
@@ -190,12 +199,22 @@ def publish(args: ServerArgs, ranks: Ranks | None) -> None:
     """
     bags = _make_bags(args)
     topology = make_topology(bags["parallel"].__dict__)
-    if ranks is not None and not 0 <= ranks.local_rank <= ranks.world_rank < topology.world_size:
-        raise ArgumentRefusal(f"ranks: {ranks} lies outside a world of {topology.world_size}")
-    leaves = bags["parallel"].__dict__
-    leaves.update(topology.derived())
+    if ranks is not None:
+        _check_ranks(ranks, topology)
+    bags["parallel"].__dict__.update(topology.derived())
     _context._args, _context._bags, _context._overrides = args, bags, []
-    _context._parallel = ParallelContext(leaves, ranks)
+    _context._parallel = ParallelContext(bags["parallel"].__dict__, ranks)
+
+
+def publish_ranks(ranks: Ranks) -> None:
+    """Become a rank of what was published before this process was forked, overrides included."""
+    _check_ranks(ranks, _context.topology())
+    _context._parallel = ParallelContext(_bag("parallel").__dict__, ranks)
+
+
+def _check_ranks(ranks: Ranks, topology: Topology) -> None:
+    if not 0 <= ranks.local_rank <= ranks.world_rank < topology.world_size:
+        raise ArgumentRefusal(f"ranks: {ranks} lies outside a world of {topology.world_size}")
 
 
 def _make_bags(args: ServerArgs) -> dict[str, Bag]:

@@ -97,6 +97,7 @@ def initialize_groups(rendezvous: socket.socket | None = None) -> None:
             master_listen_fd=rendezvous.detach() if rank == 0 else None,
             use_libuv=True,
         )
+        rendezvous.close()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=topology.world_size, timeout=_IDLE_FOREVER)
     made: dict[tuple[int, ...], ProcessGroup | None] = {}
     if backend:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.args import ServerArgs
-from reference.context import Ranks, get_context, get_parallel, override_server_args
+from reference.context import (
+    Ranks,
+    get_context,
+    get_exec,
+    get_parallel,
+    override_server_args,
+    publish_ranks,
+)
 from reference.errors import ArgumentRefusal
 from reference.parallel import initialize_groups, require_attn_tp_gather, require_mlp_sync, require_mlp_tp_gather
 from reference.topology import GROUPS, Topology
@@ -137,6 +144,27 @@ def test_gather_modes_read_what_was_published(
     with override_server_args(**published, ranks=Ranks()):
         initialize_groups()
         assert (require_mlp_tp_gather(), require_attn_tp_gather(), require_mlp_sync()) == (mlp_tp, attn_tp, sync)
+
+
+def test_an_override_that_parts_from_the_live_groups_changes_nothing() -> None:
+    """A derived size must not have two values: what was published, and what the groups that exist say."""
+    with override_server_args(tp_size=4, ep_size=2, ranks=Ranks()):
+        initialize_groups()
+        before = get_context().snapshot()
+        with pytest.raises(ArgumentRefusal, match="moe_tp_size: would become 1, but the live group has 2 ranks"):
+            get_context().override("elastic", ep_size=4)
+        assert get_context().snapshot() == before
+        assert get_context().overrides() == []
+
+
+def test_a_forked_rank_keeps_what_was_overridden_before() -> None:
+    with override_server_args(tp_size=2):
+        get_context().override("tune", page_size=4)
+        publish_ranks(Ranks(1, 1))
+        assert (get_exec().page_size, get_parallel().world_rank) == (4, 1)
+        assert [entry["reason"] for entry in get_context().overrides()] == ["tune"]
+        with pytest.raises(ArgumentRefusal, match="outside a world of 2"):
+            publish_ranks(Ranks(2, 0))
 
 
 def test_gather_modes_follow_an_override() -> None:

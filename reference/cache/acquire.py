@@ -47,7 +47,8 @@ def acquire_weights(plan: RankPlan, checkpoint: Checkpoint, device: str, rank: i
     try:
         return _from_daemon(plan, checkpoint, device, rank)
     except CacheRefusal as error:
-        if error.code not in ("no_daemon", "key_mismatch") or get_cache().weight_cache_fallback != "disk":
+        may_read = get_cache().weight_cache_mode == "client" and get_cache().weight_cache_fallback == "disk"
+        if not may_read or error.code not in ("no_daemon", "key_mismatch"):
             raise
         print(f"warning: rank {rank} reads the disk instead of the weight cache: {error}", file=sys.stderr, flush=True)
         return _from_disk(plan, checkpoint)
@@ -58,7 +59,7 @@ def _from_disk(plan: RankPlan, checkpoint: Checkpoint) -> Weights:
     slab = shm.allocate(slab_bytes(plan))
     fill_slab(slab.writable(), plan, checkpoint, lambda done, total: None)
     slab.seal()
-    return Weights(slab, "disk", _digests(plan, slab.tensor()), "computed")
+    return Weights(slab, "disk", slab_digests(plan, slab.tensor()), "computed")
 
 
 def _from_daemon(plan: RankPlan, checkpoint: Checkpoint, device: str, rank: int) -> Weights:
@@ -87,5 +88,6 @@ def _from_daemon(plan: RankPlan, checkpoint: Checkpoint, device: str, rank: int)
     )
 
 
-def _digests(plan: RankPlan, slab: torch.Tensor) -> dict[str, list[str]]:
+def slab_digests(plan: RankPlan, slab: torch.Tensor) -> dict[str, list[str]]:
+    """Return the digests of every tensor that has memory of its own, by name: one, or one a slot of stacked experts."""
     return {t.name: digest_slots(slab_view(slab, t), t.stacked) for t in plan.tensors if t.alias is None}

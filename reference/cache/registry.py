@@ -127,7 +127,7 @@ class Claim:
         """Take the place. Raises `CacheRefusal` (`daemon_exists`) where a living daemon has it."""
         self.place = place(device, key)
         while True:
-            self._lock = FileLock(str(self.place.lock), mode=0o600)
+            self._lock = FileLock(str(self.place.lock), mode=0o600, fallback_to_soft=False)
             try:
                 self.place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock.acquire(blocking=False)
@@ -173,6 +173,13 @@ def _holder(where: Place) -> str:
     except (OSError, msgspec.MsgspecError):
         return ""
     return f" (pid {status.pid}, {status.state})"
+
+
+def clear_dead(device: str, key: str) -> None:
+    """Remove what a killed daemon left at its place. Where another one lives there by now, nothing is touched."""
+    if place(device, key).path.exists():
+        with contextlib.suppress(CacheRefusal):
+            Claim(device, key).release()
 
 
 def owner() -> int:

@@ -6,15 +6,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as ProgressBar
 
+from reference.cache import registry
 from reference.cache.daemon import DaemonRank
 from reference.command_line import DAEMON, parse_args
-from reference.context import Ranks, get_parallel, get_server_args, publish
+from reference.context import Ranks, get_parallel, publish, publish_ranks
 from reference.engine.ranks import (
     Exited,
     Failed,
@@ -64,12 +66,13 @@ def supervise(on_ready: Callable[[str], None]) -> None:
     signal.set_wakeup_fd(signalled.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    places: list[_Place] | None = None
     try:
         with _bar() as bar:
-            devices = _until_open(ranks, wakeup, bar)
-        if devices is None:
+            places = _until_open(ranks, wakeup, bar)
+        if places is None:
             return
-        on_ready(f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {', '.join(devices)}")
+        on_ready(f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} on {', '.join(place.device for place in places)}")
         for rank, event in events(ranks, wakeup):
             if rank is None:
                 return
@@ -83,13 +86,22 @@ def supervise(on_ready: Callable[[str], None]) -> None:
     finally:
         stop(ranks, signal.SIGTERM, _GRACE)
         signal.set_wakeup_fd(-1)
+        # A rank that was killed could not clear its place.
+        for place in places or ():
+            registry.clear_dead(place.device, place.key)
 
 
-def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBar) -> list[str] | None:
-    """Follow loading until every rank serves, and return their devices; None where a signal came first."""
+@dataclass(frozen=True)
+class _Place:
+    device: str
+    key: str
+
+
+def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBar) -> list[_Place] | None:
+    """Follow loading until every rank serves, and return their places; None where a signal came first."""
     tasks = {rank.rank: bar.add_task(f"rank {rank.rank}: reading headers", total=None) for rank in ranks}
     loaded = 0
-    devices: dict[int, str] = {}
+    places: dict[int, _Place] = {}
     for rank, event in events(ranks, wakeup):
         if rank is None:
             return None
@@ -105,9 +117,9 @@ def _until_open(ranks: list[RankProcess], wakeup: socket.socket, bar: ProgressBa
                     for other in ranks:
                         other.channel.send(Proceed())
             case Ready(info):
-                devices[rank.rank] = info["device"]
-                if len(devices) == len(ranks):
-                    return [devices[rank.rank] for rank in ranks]
+                places[rank.rank] = _Place(info["device"], info["key"])
+                if len(places) == len(ranks):
+                    return [places[rank.rank] for rank in ranks]
             case Failed(message):
                 raise Refusal(message)
             case Exited(0):
@@ -127,7 +139,7 @@ def _run_rank(rank: int, report: Report) -> None:
             _stop()
 
     signal.signal(signal.SIGTERM, on_term)
-    publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
+    publish_ranks(Ranks(world_rank=rank, local_rank=rank))
     limit_threads()
     initialize_groups()
     daemon = DaemonRank(rank, report_progress(report, "digesting"))

@@ -10,7 +10,7 @@ import time
 
 from reference.cache.acquire import Weights, acquire_weights
 from reference.cache.client import wait_for_end
-from reference.context import Ranks, get_cache, get_exec, get_model, get_parallel, get_server_args, publish
+from reference.context import Ranks, get_cache, get_exec, get_model, get_parallel, publish_ranks
 from reference.engine.channel import Channel
 from reference.engine.kv import BlockPool, KVCache
 from reference.engine.messages import EngineRequest
@@ -32,7 +32,7 @@ def run_rank(rank: int, report: Report, rendezvous: socket.socket | None, reques
     started = time.monotonic()
     # A service manager signals every process of the engine; the parent decides when its ranks end.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    publish(get_server_args(), Ranks(world_rank=rank, local_rank=rank))
+    publish_ranks(Ranks(world_rank=rank, local_rank=rank))
     limit_threads()
     initialize_groups(rendezvous)
     stages = {"groups": time.monotonic() - started}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from reference.errors import CheckpointRefusal
-from reference.models.qwen3 import Qwen3ForCausalLM
+from reference.models.qwen3 import SPARSE, Qwen3ForCausalLM
 from reference.weights.checkpoint import Checkpoint
 
 # The two architectures are one class: what is sparse is read off the configuration, layer by layer.
-ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM, "Qwen3MoeForCausalLM": Qwen3ForCausalLM}
+ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM, SPARSE: Qwen3ForCausalLM}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

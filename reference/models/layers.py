@@ -75,8 +75,9 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = -(-vocab_size // multiple) * multiple // parallel.tp_size
         self.first = parallel.tp_rank * self.rows
         count = max(0, min(self.rows, vocab_size - self.first))
-        sources = (rows(f"{prefix}.weight", (vocab_size, hidden), self.first, count, (0, 0)),) if count else ()
-        self.weight = planned((self.rows, hidden), dtype, Recipe(sources))
+        # A rank whose rows are all padding still names the tensor: its dtype decides between copy and cast.
+        source = rows(f"{prefix}.weight", (vocab_size, hidden), min(self.first, vocab_size), count, (0, 0))
+        self.weight = planned((self.rows, hidden), dtype, Recipe((source,)))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look token ids `[T]` up: `[T, hidden]`, equal on every rank."""

@@ -23,6 +23,7 @@ from reference.models.layers import (
 if TYPE_CHECKING:
     from reference.engine.kv import KVCache
 
+SPARSE = "Qwen3MoeForCausalLM"
 _KNOWN_ABSENT = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
 _SIZES = (
     "vocab_size",
@@ -139,7 +140,9 @@ class Qwen3ForCausalLM(nn.Module):
 
 
 def num_experts(config: dict[str, Any]) -> int:
-    """Return the number of logical experts, 0 for a dense model."""
+    """Return the number of logical experts, 0 for a dense family whatever its configuration has left over."""
+    if config["architectures"][0] != SPARSE:
+        return 0
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 

@@ -41,6 +41,10 @@ class Source:
     stop: tuple[int, ...]
     at: tuple[int, ...]
 
+    def has_elements(self) -> bool:
+        """Say whether the slice is not empty."""
+        return all(start < stop for start, stop in zip(self.start, self.stop, strict=True))
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -174,7 +178,7 @@ def plan_rank(model: nn.Module, checkpoint: Checkpoint) -> RankPlan:
             kind=recipe.kind,
             alias=None,
             transform=transform,
-            sources=tuple(sorted(recipe.sources, key=lambda source: source.at)),
+            sources=tuple(sorted(filter(Source.has_elements, recipe.sources), key=lambda source: source.at)),
             offset=offset,
             nbytes=tensor.numel() * tensor.itemsize,
             stacked=recipe.stacked,

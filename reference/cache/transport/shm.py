@@ -11,6 +11,7 @@ import mmap
 import os
 import warnings
 
+import psutil
 import torch
 
 from reference.cache.memory_file import SEALS, check_sealed
@@ -58,6 +59,10 @@ def allocate(size: int) -> ShmSlab:
 
     Memory is taken page by page as the slab is filled.
     """
+    # The kernel hands pages out when they are written: without this look it would kill a process instead of refusing.
+    available = psutil.virtual_memory().available
+    if size > available:
+        raise CacheRefusal("load_failed", f"slab of {size:,} bytes: {available:,} bytes of memory are free; free some")
     descriptor = os.memfd_create("weight-cache-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
