@@ -21,8 +21,7 @@ from matrix.digest import digest
 RESTARTS = 10
 #: The first of them make the daemon's allocator and thread stacks reach the size they keep.
 WARM_UP = 2
-#: Private bytes that a daemon may grow by over the other restarts: room for an allocator's arenas. The reference grows by
-#: 4 KiB.
+#: Bytes that a daemon may grow by over the other restarts: room for an allocator's arenas, too little for a manifest each.
 GROWTH_BYTES = 1 << 20
 
 
@@ -196,7 +195,7 @@ class CacheCase(WeightCacheCase):
             settles(lambda rank=rank, first=first: _countable(footprint(rank.status.pid)) <= _countable(first))  # type: ignore[misc]
             last = footprint(rank.status.pid)
             check.true(f"held by {rank.place.device}", _countable(last) <= _countable(first), first, last)
-            grown = last.private_bytes - first.private_bytes
+            grown = last.anonymous_bytes - first.anonymous_bytes
             check.true(f"growth of {rank.place.device}", grown <= GROWTH_BYTES, f"at most {GROWTH_BYTES} bytes", grown)
 
     @classmethod

@@ -51,20 +51,28 @@ def mappings(pid: int) -> list[Mapping]:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds: open descriptors, mappings of anonymous shared memory, threads, private bytes."""
+    """What a process holds: open descriptors, mappings of anonymous shared memory, threads, resident anonymous bytes.
+
+    Anonymous bytes count pages whether or not they are shared with the process that was forked: memory that is counted
+    as private only grows when *another* process writes to its copy of a page, or ends.
+    """
 
     descriptors: int
     memfd_mappings: int
     threads: int
-    private_bytes: int
+    anonymous_bytes: int
 
 
 def footprint(pid: int) -> Footprint:
     """Measure a process. Raises psutil.NoSuchProcess."""
     process = psutil.Process(pid)
-    memory = process.memory_full_info()
     mapped = sum(" /memfd:" in line for line in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines())
-    return Footprint(process.num_fds(), mapped, process.num_threads(), memory.uss)
+    return Footprint(process.num_fds(), mapped, process.num_threads(), _anonymous_bytes(pid))
+
+
+def _anonymous_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
 
 
 def shared_memory_files() -> set[str]:
