@@ -165,7 +165,9 @@ def _settle(new: Estimate, old: Estimate, policy: Policy) -> Estimate:
     room = max(policy.change_fraction * old.est_time, policy.change_seconds, policy.change_spread * interquartile)
     moved = abs(new.est_time - old.est_time) > room
     if moved:
-        return replace(new, why=f"{shown(old.est_time)} -> {shown(new.est_time)}: {new.why}")
+        change = percent(new.est_time / old.est_time - 1, signed=True)
+        step = f"{shown(old.est_time)} -> {shown(new.est_time)} ({change})"
+        return replace(new, why=f"{step}: {new.why}")
     kept = replace(new, est_time=old.est_time, changed=old.changed, why=old.why, shifted_by=old.shifted_by)
     if new.timeout != old.timeout and old.state != "declared":
         return replace(kept, changed=new.changed, why=f"time-out {old.timeout} s -> {new.timeout} s: {new.why}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -41,15 +41,20 @@ class Regime:
     leavers: float = 0.0
 
 
-_CALM = Regime("calm", "noise of 6 %, slow drift")
 REGIMES = (
-    _CALM,
-    replace(_CALM, name="shifts", description="calm, and each class changes its level twice a year, by 20 % to 150 %", shifts=2),
-    replace(_CALM, name="growing", description="shifts, and a third of the classes come during the year, a tenth go", shifts=2, newcomers=0.33, leavers=0.1),
-    replace(_CALM, name="drifting", description="levels wander by 2 % a day", drift=0.02),
-    replace(_CALM, name="spiky", description="noise of 12 %, and 2 % of readings are 1.6 to 4 times too long", noise=0.12, spikes=0.02),
-    replace(_CALM, name="slow machines", description="shifts, and one run in 20 has a busy machine: 1.3 to 1.9 times as long", shifts=2, slow_runs=0.05),
-)  # fmt: skip
+    Regime("calm", "noise of 6 %, slow drift"),
+    Regime("shifts", "calm, and each class changes its level twice a year, by 20 % to 150 %", shifts=2),
+    Regime(
+        "growing",
+        "shifts, and a third of the classes come during the year, a tenth go",
+        shifts=2,
+        newcomers=0.33,
+        leavers=0.1,
+    ),
+    Regime("drifting", "levels wander by 2 % a day", drift=0.02),
+    Regime("spiky", "noise of 12 %, and 2 % of readings are 1.6 to 4 times too long", noise=0.12, spikes=0.02),
+    Regime("slow machines", "shifts, and one run in 20 takes 1.3 to 1.9 times as long", shifts=2, slow_runs=0.05),
+)
 
 
 @dataclass(frozen=True)

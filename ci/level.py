@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import pairwise
 
 from ci.policy import Policy
 from ci.quantile import robust_sigma
@@ -83,37 +84,45 @@ def choose(readings: Sequence[Reading], as_of: datetime, policy: Policy) -> Chos
 def latest_shift(values: Sequence[float], policy: Policy) -> int | None:
     """Return where the present level begins in a series of seconds (all above 0, oldest first); None if it never changed."""
     logs = [math.log(value) for value in values]
-    begin = 0
-    while split := _split(logs[begin:], policy):
-        begin += split
-    return begin or None
+    # Noise as neighbours differ by it: of the whole series, and hardly moved by its shifts.
+    steps = [after - before for before, after in pairwise(logs)]
+    noise = max(robust_sigma(steps) / math.sqrt(2), policy.noise_floor)
+    level = begin = 0
+    while begin < len(logs):
+        if split := _split(logs[begin:], noise, policy):
+            level = begin = begin + split
+        else:
+            begin += 1  # two levels may be seen only without the oldest readings, which are of a third
+    return level or None
 
 
-def _split(logs: Sequence[float], policy: Policy) -> int | None:
+def _split(logs: Sequence[float], noise: float, policy: Policy) -> int | None:
     """Return the acceptable split with the smallest sum of distances from both medians."""
     costs = {}
     for at in range(policy.min_readings, len(logs) - policy.sudden_readings + 1):
         left, right = logs[:at], logs[at:]
         old, new = statistics.median(left), statistics.median(right)
+        # In units of the noise, a median's error against a mean's is 1.25.
+        error = 1.25 * math.sqrt(1 / len(left) + 1 / len(right))
+        if abs(new - old) < max(math.log1p(policy.shift_fraction), policy.shift_sigmas * error * noise):
+            continue
         rests = [*(one - old for one in left), *(one - new for one in right)]
-        if _differ(left, right, new - old, rests, policy):
+        # Each side's median is fitted, so that two of the rests are 0 without any merit.
+        sigma = max(robust_sigma(rests) * len(rests) / (len(rests) - 2), noise)
+        if abs(new - old) >= policy.shift_sigmas * error * sigma and _apart(left, right, sigma, policy):
             costs[at] = sum(map(abs, rests))
     return min(costs, key=lambda at: (costs[at], at)) if costs else None
 
 
-def _differ(left: Sequence[float], right: Sequence[float], step: float, rests: Sequence[float], policy: Policy) -> bool:
-    """Return whether two parts of a series of logarithms are two levels, `step` apart."""
-    # Each side's median is fitted, so that two of the rests are 0 without any merit.
-    sigma = max(robust_sigma(rests) * len(rests) / (len(rests) - 2), policy.noise_floor)
-    error = 1.25 * sigma * math.sqrt(1 / len(left) + 1 / len(right))  # 1.25: a median's error against a mean's
-    if abs(step) < max(math.log1p(policy.shift_fraction), policy.shift_sigmas * error):
-        return False
+def _apart(left: Sequence[float], right: Sequence[float], sigma: float, policy: Policy) -> bool:
+    """Return whether two parts of a series of logarithms keep to their own side of the middle; two need agree, and be up."""
+    old, new = statistics.median(left), statistics.median(right)
     if len(right) < policy.shift_readings:
         agree = max(right) - min(right) < policy.outlier_sigmas * sigma
-        if step < math.log1p(policy.sudden_fraction) or not agree:
+        if new - old < math.log1p(policy.sudden_fraction) or not agree:
             return False
-    middle = statistics.median(left) + step / 2
-    sign = math.copysign(1, step)
+    sign = math.copysign(1, new - old)
+    middle = (old + new) / 2
     beyond = sum((one - middle) * sign > 0 for one in right) / len(right)
     behind = sum((one - middle) * sign < 0 for one in left) / len(left)
     return min(beyond, behind) >= policy.shift_share

@@ -102,7 +102,8 @@ def read_reportlog(data: bytes, origin: Origin) -> tuple[Reading, ...]:
         one = sums.setdefault(unit_of(name, origin.unit), _Sum())
         one.stages[_STAGES[when]] += _seconds(line.get("duration"), origin, name)
         one.retried |= outcome == "rerun"
-        if outcome != "rerun":
+        # Setup and teardown pass for a skipped test too; they tell only by going wrong.
+        if outcome != "rerun" and (when == "call" or outcome != "passed"):
             one.outcomes.append("error" if outcome == "failed" and when != "call" else outcome)
         stop = line.get("stop")
         if isinstance(stop, int | float) and not isinstance(stop, bool):

@@ -15,7 +15,7 @@ from ci.packing_instance import Instance, Split
 from ci.packing_search import differencing, exact, exchange, improve, longest_first, multifit, place, rebuild
 
 #: How much longer than the lower bound a split may be so that fewer classes move; half of it beyond the best split found.
-DEFAULT_SLACK = 0.02
+DEFAULT_SLACK = 0.015
 #: Jobs up to which branch and bound is always tried, and up to which it is where the split isn't near the bound.
 _FEW_JOBS, _SOME_JOBS = 12, 40
 #: A split this near to the bound (a thousandth of it) is not worked on further: estimates are never that good.
@@ -204,14 +204,17 @@ def _settle(instance: Instance, fresh: list[int], bound: int, before: list[int],
     while split.makespan > ceiling and exchange(split, ceiling):
         pass
     mended = improve(instance, split.assignment, ceiling)
-    renumbered = renumbered(fresh, before, instance.runners)
-    if instance.makespan(mended) > ceiling or _moved(renumbered, before) < _moved(mended, before):
-        return renumbered
+    anew = renumbered(fresh, before, instance.runners)
+    if instance.makespan(mended) > ceiling or _moved(anew, before) < _moved(mended, before):
+        return anew
     return mended
 
 
 def renumbered(fresh: list[int], before: list[int], runners: int) -> list[int]:
-    """Return `fresh` with each runner numbered as the one it has most jobs in common with; the greatest overlaps go first."""
+    """Return `fresh` with each runner numbered as the one it has most jobs in common with; the greatest overlaps go first.
+
+    `before` is the runner that each job had, -1 where it is new.
+    """
     overlap: dict[tuple[int, int], int] = {}
     for new, old in zip(fresh, before, strict=True):
         if old >= 0:

@@ -10,6 +10,7 @@ identical parallel processors", ORSA Journal on Computing 7 (1995), who use the 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from ci.packing_instance import Instance
@@ -21,16 +22,23 @@ _STEPS = range(1, 25)
 def makespan_bound(instance: Instance) -> int:
     """Return a makespan that no split of the instance is below, in milliseconds."""
     low = max(max(instance.whole), _average(instance), _pigeonhole(instance))
-    high = 2 * low
-    while _runners_bound(instance, high) > instance.runners:
-        low, high = high + 1, 2 * high
-    while low < high:
+    low = _smallest(low, lambda capacity: _quick_bound(instance, capacity) <= instance.runners)
+    # Dear, and seldom better: looked for only where the smallest capacity that is left can be refuted by it.
+    return _smallest(low, lambda capacity: _runners_bound(instance, capacity) <= instance.runners)
+
+
+def _smallest(low: int, fits: Callable[[int], bool]) -> int:
+    """Return `low`, or a capacity of which the next smaller one does not fit, by doubling steps and bisection."""
+    if fits(low):
+        return low
+    step = 1
+    while not fits(low + step):
+        low, step = low + step, 2 * step
+    high = low + step
+    while high - low > 1:
         middle = (low + high) // 2
-        if _runners_bound(instance, middle) > instance.runners:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def runners_bound(instance: Instance, capacity: int) -> int | None:
@@ -54,15 +62,21 @@ def _pigeonhole(instance: Instance) -> int:
     return best
 
 
+def _quick_bound(instance: Instance, capacity: int) -> int:
+    return max(_by_volume(instance, capacity), _by_large_jobs(sorted(instance.own), _room(instance, capacity)))
+
+
 def _runners_bound(instance: Instance, capacity: int) -> int:
     """The best of three arguments, for a capacity that holds each job with its setups.
 
-    The last two pack own times: leaving setups out only lowers a bound. The least setup that any job has is paid on every
-    runner, and is taken off the capacity.
+    The last two pack own times: leaving setups out only lowers a bound.
     """
-    sizes = sorted(instance.own)
-    room = capacity - min(whole - own for whole, own in zip(instance.whole, instance.own, strict=True))
-    return max(_by_volume(instance, capacity), _by_large_jobs(sizes, room), _by_dual_feasible(sizes, room))
+    return max(_quick_bound(instance, capacity), _by_dual_feasible(instance.own, _room(instance, capacity)))
+
+
+def _room(instance: Instance, capacity: int) -> int:
+    """Return what is left of a capacity for own times: the least setup that any job has is paid on every runner."""
+    return capacity - min(whole - own for whole, own in zip(instance.whole, instance.own, strict=True))
 
 
 def _by_volume(instance: Instance, capacity: int) -> int:
@@ -92,7 +106,7 @@ def _by_large_jobs(sizes: list[int], capacity: int) -> int:
     return best
 
 
-def _by_dual_feasible(sizes: list[int], capacity: int) -> int:
+def _by_dual_feasible(sizes: Sequence[int], capacity: int) -> int:
     """Fekete and Schepers' u^(k): sizes rounded to multiples of 1/k in a way that keeps every full runner at most full."""
     best = 0
     for k in _STEPS:

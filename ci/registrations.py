@@ -69,9 +69,15 @@ def read_registrations(source: bytes, path: str) -> tuple[Registration, ...]:
 def set_est_times(source: bytes, values: Mapping[Registration, int | float]) -> bytes:
     """Return the source with other numbers in some of its own registrations, and not a byte changed elsewhere.
 
-    Raises `RegistrationError` where the result would read otherwise, and ValueError for a number not above 0.
+    Raises `RegistrationError` for a registration of another text, or where the result would read otherwise, and
+    ValueError for a number not above 0.
     """
     changed = source
+    for path in {one.path for one in values}:
+        own = read_registrations(source, path)
+        strange = [one for one in values if one.path == path and one not in own]
+        if strange:
+            raise RegistrationError(f"{path}:{strange[0].line}: has changed since it was read; read it again")
     for one, value in sorted(values.items(), key=lambda item: -item[0].start):
         if isinstance(value, bool) or not 0 < value < float("inf"):
             raise ValueError(f"{one.path}:{one.line}: est_time {value}; a number of seconds above 0 expected")

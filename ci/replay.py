@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +57,9 @@ class EstimatorScore:
 class SplitScore:
     """How good splits were, over the days of a history.
 
-    `planned`, `planned_worst`: mean and largest ratio of the makespan to the lower bound, both by the times that were
-    split by. `ran`, `ran_p95`: mean and 95th percentile of the same by the times that the runs took. `moved`: classes a day
-    that changed their runner; rivals' runners are renumbered in their favour. `times`: by which times was split.
+    `times`: by which times was split. `planned`, `planned_worst`: mean and largest ratio of the makespan to the lower
+    bound, both by those times. `ran`, `ran_p95`: mean and 95th percentile of the same by the times that the runs took.
+    `moved`: classes a day that changed their runner; where a split is made anew, its runners are renumbered so that few do.
     """
 
     name: str
@@ -155,38 +155,37 @@ def score_estimates(history: History, estimates: Estimates) -> EstimatorScore:
 def score_splits(
     history: History, estimates: Estimates, runners: int, rivals: Mapping[str, Splitter] = RIVALS
 ) -> list[SplitScore]:
-    """Return how good the project's splits were, and each rival's, by the same estimates.
+    """Return how good the project's splits were, near the previous day's and anew, and each rival's, by the same estimates.
 
     Each step's first run is split. A class that nothing is known of counts as much as the median of the others. The times
     of a run are those of all its readings, passed or not.
     """
-    ours = "ci.shard"
-    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in (ours, *rivals)}
-    moves: dict[str, list[int]] = {name: [] for name in ratios}
-    before: dict[str, dict[str, int]] = {}
+    splitters: dict[str, Splitter | None] = {"ci.shard --previous": None, "ci.shard": _packed, **rivals}
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in splitters}
+    moves: dict[str, list[int]] = {name: [] for name in splitters}
+    before: dict[str, dict[str, int]] = {name: {} for name in splitters}
     for step, rows in enumerate(history.steps):
         columns = np.flatnonzero(~np.isnan(history.seconds[rows[0]]))
         expected, took = estimates.est_time[step, columns], history.seconds[rows[0], columns]
         if np.isnan(expected).all():
             continue
         expected = np.where(np.isnan(expected), np.nanmedian(expected), expected)
-        names = [history.classes[column] for column in columns]
         planned_bound, ran_bound = _bound(expected, runners), _bound(took, runners)
-        for name in ratios:
-            if name == ours:
-                assignment = _packed(names, expected, runners, before.get(name))
+        for name, splitter in splitters.items():
+            there = [before[name].get(history.classes[column], -1) for column in columns]
+            if splitter is None:
+                assignment = _packed(expected.tolist(), runners, there)
             else:
-                assignment = rivals[name](expected.tolist(), runners)
-                if name in before:
-                    assignment = renumbered(assignment, [before[name].get(one, -1) for one in names], runners)
+                assignment = renumbered(splitter(expected.tolist(), runners), there, runners)
             ratios[name].append(
                 (_longest(expected, assignment) / planned_bound, _longest(took, assignment) / ran_bound)
             )
-            placed = dict(zip(names, assignment, strict=True))
-            if name in before:
-                moves[name].append(sum(before[name].get(one, runner) != runner for one, runner in placed.items()))
-            before[name] = placed
-    return [_split_score(name, estimates.name, np.array(ratios[name]), moves[name]) for name in ratios if ratios[name]]
+            if before[name]:
+                moves[name].append(sum(old not in (-1, new) for old, new in zip(there, assignment, strict=True)))
+            before[name] = {history.classes[column]: new for column, new in zip(columns, assignment, strict=True)}
+    return [
+        _split_score(name, estimates.name, np.array(ratios[name]), moves[name]) for name in splitters if ratios[name]
+    ]
 
 
 def _split_score(name: str, times: str, ratios: Table, moves: list[int]) -> SplitScore:
@@ -202,12 +201,11 @@ def _split_score(name: str, times: str, ratios: Table, moves: list[int]) -> Spli
     )
 
 
-def _packed(names: list[str], seconds: Table, runners: int, previous: dict[str, int] | None) -> list[int]:
-    packing = pack(
-        [Job(name, float(one)) for name, one in zip(names, seconds, strict=True)], runners, previous=previous
-    )
-    runner = {job.name: number for number, jobs in enumerate(packing.shards) for job in jobs}
-    return [runner[name] for name in names]
+def _packed(seconds: Sequence[float], runners: int, before: Sequence[int] = ()) -> list[int]:
+    jobs = [Job(str(index), one) for index, one in enumerate(seconds)]
+    packing = pack(jobs, runners, previous={str(index): runner for index, runner in enumerate(before)})
+    runner = {job.name: number for number, held in enumerate(packing.shards) for job in held}
+    return [runner[job.name] for job in jobs]
 
 
 def _bound(seconds: Table, runners: int) -> float:

@@ -5,6 +5,7 @@ It is loaded by every pytest of its environment, and does nothing visible unless
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from conformance.run import Run
 from conformance.suite import SELFTEST, SUITE, SUITE_KEY, Suite, suite_of
 from conformance.targets.target import BadTarget
 from conformance.world_size import WORLD_SIZES
+from matrix.est_time import read_est_times
 from matrix.generate import cells
 from matrix.space import load_space
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _RECORDER = pytest.StashKey[Recorder]()
 _WORKER_INPUT = "weight_cache_conformance"
+#: Where estimates are kept, from pytest's root directory.
+EST_TIMES = "ci/est_time.json"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -148,12 +152,25 @@ def pytest_configure_node(node: WorkerController) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    """Keep each class on one worker, whatever `--dist` says, except where every worker is to run everything."""
+    """Keep each class on one worker, whatever `--dist` says, except where every worker is to run everything.
+
+    Classes of cells go longest first by their estimates, where there are any.
+    """
     if config.getvalue("dist") == "each":
         return None
     from conformance.scheduler import UnitScheduling
 
-    return UnitScheduling(config, log)
+    return UnitScheduling(config, log, _est_times(config))
+
+
+def _est_times(config: pytest.Config) -> dict[str, float]:
+    if not _covers_cells(config):
+        return {}
+    try:
+        return read_est_times(config.rootpath / EST_TIMES).get(suite_of(config).machine, {})
+    except ValueError as error:
+        warnings.warn(pytest.PytestConfigWarning(f"classes go by their number of tests: {error}"), stacklevel=2)
+        return {}
 
 
 def _is_worker(config: pytest.Config) -> bool:

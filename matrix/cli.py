@@ -13,6 +13,7 @@ from matrix import ledger
 from matrix.cell import CellIdError, parse_cell_id
 from matrix.checkpoint import CheckpointError
 from matrix.coverage import cover
+from matrix.est_time import read_est_times
 from matrix.explain import explain
 from matrix.generate import cells
 from matrix.model_shape import ConfigError
@@ -21,6 +22,7 @@ from matrix.rules import decide
 from matrix.space import Space, SpaceError, load_space
 
 DEFAULT_LEDGER = "reports/ledger"
+DEFAULT_EST_TIME = "ci/est_time.json"
 
 DESCRIPTION = """\
 Which combinations of model, parallel layout and weight-cache mode there are, and which are proven.
@@ -95,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--format", choices=("terminal", "markdown", "json"), default="terminal")
     report.add_argument("--tier", help="only the cells of this tier (default: of all)")
+    report.add_argument(
+        "--est-time",
+        type=Path,
+        default=Path(DEFAULT_EST_TIME),
+        metavar="FILE",
+        help=f"estimates to show beside measurements (default: {DEFAULT_EST_TIME})",
+    )
     report.add_argument("--output", type=Path, metavar="FILE", help="write there (default: standard output)")
     report.set_defaults(run=_report)
 
@@ -136,7 +145,8 @@ def _list(space: Space, arguments: argparse.Namespace) -> int:
 def _report(space: Space, arguments: argparse.Namespace) -> int:
     contents = ledger.read(_ledger_files(arguments.ledger))
     known = [cell.id for cell in cells(space)]
-    coverage = cover(cells(space, arguments.tier), contents, ledger.now(), known)
+    est_times = read_est_times(arguments.est_time)
+    coverage = cover(cells(space, arguments.tier), contents, ledger.now(), known, est_times)
     if arguments.format == "json":
         text = as_json.render(coverage)
     elif arguments.format == "markdown":

@@ -9,6 +9,7 @@ from datetime import datetime
 import msgspec
 
 from matrix.cell import Cell
+from matrix.est_time import EstTimes
 from matrix.ledger import LedgerContents, Record
 
 NOT_RUN = "not run"
@@ -19,7 +20,8 @@ STATUSES = ("passed", "skipped", NOT_RUN, "failed", "error")
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A cell's latest result on one machine kind, for one target; or that it was never run.
 
-    `layout_hashes`: one a rank. `seconds`: the whole class, launch and teardown included. `age_seconds`: since it ended.
+    `layout_hashes`: one a rank. `seconds`: the whole class, launch and teardown included; `est_time`: what was
+    estimated for it on that machine kind. `age_seconds`: since it ended.
     """
 
     cell: str
@@ -30,6 +32,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     layout_hashes: tuple[str, ...] = ()
     seconds: float | None = None
+    est_time: float | None = None
     machine: str | None = None
     device: str | None = None
     target: str | None = None
@@ -57,13 +60,17 @@ class Coverage(msgspec.Struct, frozen=True):
 
 
 def cover(
-    cells: Sequence[Cell], contents: LedgerContents, now: datetime, known: Iterable[str] | None = None
+    cells: Sequence[Cell],
+    contents: LedgerContents,
+    now: datetime,
+    known: Iterable[str] | None = None,
+    est_times: EstTimes | None = None,
 ) -> Coverage:
     """Return the coverage of these cells, in their order: a row a machine kind and target, or one that says `not run`.
 
     The latest record of a cell, machine kind and target is the one that counts: an older pass never hides a later
     failure, nor the other way round. `known`: ids of the whole space (default: those of `cells`); records of any other cell
-    become a problem.
+    become a problem. `est_times`: seconds by machine kind and class.
     """
     ids = {cell.id for cell in cells}
     known = ids.union(known or ())
@@ -71,7 +78,7 @@ def cover(
     rows = []
     for cell in cells:
         found = [record for (name, _, _), record in latest.items() if name == cell.id]
-        rows += [_row(cell, record, now) for record in found] or [_never_run(cell)]
+        rows += [_row(cell, record, now, est_times or {}) for record in found] or [_never_run(cell)]
     strangers = sorted({record.cell for record in contents.records} - known)
     problems = [str(problem) for problem in contents.problems]
     problems += [f"the ledger has results of {cell}, which is no cell of the space" for cell in strangers]
@@ -86,7 +93,7 @@ def _latest(records: Iterable[Record]) -> Mapping[tuple[str, str, str], Record]:
     return dict(sorted(latest.items()))
 
 
-def _row(cell: Cell, record: Record, now: datetime) -> Row:
+def _row(cell: Cell, record: Record, now: datetime, est_times: EstTimes) -> Row:
     return Row(
         cell=cell.id,
         model=cell.model,
@@ -96,6 +103,7 @@ def _row(cell: Cell, record: Record, now: datetime) -> Row:
         status=_status(record),
         layout_hashes=tuple(record.layout_hashes),
         seconds=record.seconds.whole,
+        est_time=est_times.get(record.machine, {}).get(cell.class_name),
         machine=record.machine,
         device=record.device,
         target=record.target,

@@ -96,7 +96,7 @@ def test_markdown_escapes_bars_and_lists_reasons() -> None:
     text = markdown.render(coverage(record(A.id, outcome="failed", reason="a | b\nc", layout_hashes=["lh1:abcdef99"])))
     header_line, rule, first, *_ = text.splitlines()
     assert re.sub(" +", " ", header_line) == (
-        "| model | layout | mode | transport | status | layout hash | seconds | machine | age |"
+        "| model | layout | mode | transport | status | layout hash | sec/est | machine | age |"
     )
     assert set(rule) <= set("|:-")
     assert re.sub(" +", " ", first) == "| m | tp1 | client | shm | failed | abcde | 3.5 | cpu-2core | 1 min |"
@@ -256,3 +256,26 @@ def test_the_command_reads_at_100_columns_and_imports_no_other_room(tmp_path: Pa
     assert max(map(len, table)) <= 100
     row = "qwen3-moe-tiny-nonorm tp2 daemon shm passed 88888 88888 123.4 nvidia-h200 23 min"
     assert row in [" ".join(line.split()) for line in table]
+
+
+def test_an_estimate_stands_beside_its_measurement(tmp_path: Path, default_ledger: Path) -> None:
+    """Estimates of the same machine kind and class, and of no other."""
+    write(
+        default_ledger,
+        record("qwen3-tiny/tp1/client/shm", seconds={"launch": 1.0, "tests": 2.0, "teardown": 0.5, "whole": 3.5}),
+    )
+    machine = record("qwen3-tiny/tp1/client/shm").machine
+    file = tmp_path / "est.json"
+
+    def shown(estimates: dict[str, dict[str, dict[str, float]]]) -> str:
+        file.write_text(json.dumps({"format": 1, "machines": estimates}))
+        command = [sys.executable, "-m", "matrix.cli", "report", "--est-time", str(file)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
+        return next(line for line in done.stdout.splitlines() if "passed" in line)
+
+    assert " 3.5/4.2 " in shown({machine: {"TestQwen3Tiny_TP1_Client": {"est_time": 4.2}}})
+    assert " 3.5/140 " in shown({machine: {"TestQwen3Tiny_TP1_Client": {"est_time": 140}}})
+    assert " 3.5 " in shown(
+        {"another": {"TestQwen3Tiny_TP1_Client": {"est_time": 4.2}}, machine: {"TestOther": {"est_time": 1}}}
+    )

@@ -76,7 +76,7 @@ def only_run(suite: pytest.Pytester) -> Run:
 
 
 def without_times(record: Record) -> Record:
-    return msgspec.structs.replace(record, run="", seconds=None, time=None)  # type: ignore[arg-type]
+    return msgspec.structs.replace(record, run="", seconds=None, time=None, load=None)  # type: ignore[arg-type]
 
 
 def test_ledger_is_complete(suite: pytest.Pytester) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matrix.coverage import STATUSES, Coverage, Row
 
-COLUMNS = ("model", "layout", "mode", "transport", "status", "layout hash", "seconds", "machine", "age")
+COLUMNS = ("model", "layout", "mode", "transport", "status", "layout hash", "sec/est", "machine", "age")
 #: How many ranks' layout hashes are shown before the rest is only counted, and how many digits of each.
 RANKS_SHOWN, DIGITS_SHOWN = 2, 5
 NOTHING = "-"
@@ -27,12 +27,20 @@ def values(row: Row, names: Sequence[str]) -> list[str]:
         "transport": row.transport,
         "status": row.status,
         "layout hash": short_hashes(row.layout_hashes),
-        "seconds": NOTHING if row.seconds is None else f"{row.seconds:.1f}",
+        "sec/est": seconds(row),
         "target": row.target or NOTHING,
         "machine": row.machine or NOTHING,
         "age": NOTHING if row.age_seconds is None else age(row.age_seconds),
     }
     return [texts[name] for name in names]
+
+
+def seconds(row: Row) -> str:
+    """Return measured seconds and, where there is one, what was estimated: `12.3/12.9`; hundreds without decimals."""
+    if row.seconds is None:
+        return NOTHING
+    estimate = "" if row.est_time is None else f"/{row.est_time:.{0 if row.est_time >= 100 else 1}f}"
+    return f"{row.seconds:.1f}{estimate}"
 
 
 def short_hashes(hashes: Sequence[str]) -> str:
