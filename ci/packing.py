@@ -21,6 +21,9 @@ _FEW_JOBS, _SOME_JOBS = 12, 40
 #: A split this near to the bound (a thousandth of it) is not worked on further: estimates are never that good.
 _NEAR = 1000
 
+#: Milliseconds by which a deadline of decimal seconds may be off in binary: 1.001 s is a little less than 1001 of them.
+_ROUNDING = 1e-6
+
 
 class PackingError(ValueError):
     """Jobs or numbers that make no packing problem; the text is one line that names them."""
@@ -117,7 +120,7 @@ def fewest_runners(
     """
     if not (math.isfinite(deadline) and deadline > 0):
         raise PackingError(f"deadline: {deadline} s given; it is a positive number of seconds")
-    capacity = math.floor(deadline * 1000)
+    capacity = math.floor(deadline * 1000 + _ROUNDING)
     instance = _instance(jobs, 1, savings or {})
     at_least = runners_bound(instance, capacity)
     if at_least is None:
@@ -129,12 +132,12 @@ def fewest_runners(
     runners = at_least
     while True:
         packing = pack(jobs, runners, savings, previous, slack)
-        if packing.makespan > deadline and previous:
+        if round(packing.makespan * 1000) > capacity and previous:
             # Moves may be spared only where the deadline allows it.
             packing = pack(jobs, runners, savings, previous, slack=0)
-        if packing.makespan <= deadline:
+        if round(packing.makespan * 1000) <= capacity:
             return Fewest(packing, at_least)
-        if packing.lower_bound > deadline:
+        if round(packing.lower_bound * 1000) > capacity:
             at_least = runners + 1
         runners += 1
 

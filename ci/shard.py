@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     jobs, overhead = [one.job for one in classes], arguments.overhead
     at_least = None
     if arguments.deadline is None:
-        packing = pack(jobs, min(runners, len(jobs)), savings, previous, arguments.slack)
+        packing = pack(jobs, runners, savings, previous, arguments.slack)
         if runners > len(jobs):
             _note(f"{runners} runners for {len(jobs)} classes: {runners - len(jobs)} stay without one")
     else:

@@ -319,6 +319,12 @@ def test_no_split_meets_a_deadline_that_one_class_exceeds() -> None:
         fewest_runners(jobs_of(10, 30, 20), 25)
 
 
+@pytest.mark.parametrize(("seconds", "deadline"), [(1.001, 1.001), (1.0, 1.1 - 0.1), (0.1, 0.3 - 0.2)])
+def test_a_deadline_is_met_to_the_millisecond(seconds: float, deadline: float) -> None:
+    """0.3 - 0.2 is a little less than 0.1."""
+    assert len(fewest_runners(jobs_of(seconds, seconds), deadline).packing.shards) == 2
+
+
 # bad input
 
 
@@ -372,3 +378,4 @@ def test_rivals_do_what_their_descriptions_say() -> None:
     # In order; a group is left once it has an even share, here 3.
     assert duration_based_chunks([1, 1, 2, 2, 3, 0.5], 3) == [0, 0, 0, 1, 1, 2]
     assert duration_based_chunks([9, 1, 1], 3) == [0, 1, 1]
+    assert duration_based_chunks([2, 1, 3, 3], 3) == [0, 0, 1, 2]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from matrix.est_time import read_est_times
 from conformance.scheduler import LongestFirst, unit_of
+from matrix.est_time import read_est_times
 
 pytest_plugins = ["pytester"]
 
