@@ -192,9 +192,9 @@ class CacheCase(WeightCacheCase):
             self._check_leases_return(check, ranks)
         check.empty("processes more than before", sorted(str(process) for process in unit.members() - members))
         for rank, first in zip(ranks, before, strict=True):
-            settles(lambda rank=rank, first=first: _countable(footprint(rank.status.pid)) <= _countable(first))  # type: ignore[misc]
+            settles(lambda rank=rank, first=first: not _more(first, footprint(rank.status.pid)))  # type: ignore[misc]
             last = footprint(rank.status.pid)
-            check.true(f"held by {rank.place.device}", _countable(last) <= _countable(first), first, last)
+            check.empty(f"more than before in {rank.place.device}", _more(first, last))
             grown = last.anonymous_bytes - first.anonymous_bytes
             check.true(f"growth of {rank.place.device}", grown <= GROWTH_BYTES, f"at most {GROWTH_BYTES} bytes", grown)
 
@@ -222,5 +222,11 @@ def digests_of(slab: Slab) -> dict[str, list[str]]:
     return found
 
 
-def _countable(found: Footprint) -> tuple[int, int, int]:
-    return found.descriptors, found.memfd_mappings, found.threads
+def _more(first: Footprint, last: Footprint) -> list[str]:
+    """Return what there is more of, each count on its own: one that fell must not hide another that grew."""
+    counts = (
+        ("descriptors", first.descriptors, last.descriptors),
+        ("mappings of shared memory", first.memfd_mappings, last.memfd_mappings),
+        ("threads", first.threads, last.threads),
+    )
+    return [f"{name}: {before}, then {after}" for name, before, after in counts if after > before]

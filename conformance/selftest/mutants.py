@@ -277,7 +277,7 @@ def litter(part: str) -> None:
         _replace(Claim, "release", lambda release: lambda self: None)
 
 
-@mutant(CLIENT, "WC-LEAK-001", told="held by")
+@mutant(CLIENT, "WC-LEAK-001", told="descriptors: ")
 def leaked_descriptor(part: str) -> None:
     """Keep one descriptor more for each engine that ever attached."""
     if part == "daemon":
@@ -293,7 +293,7 @@ def leaked_descriptor(part: str) -> None:
         _replace(DaemonRank, "_grant", wrap)
 
 
-@mutant(CLIENT, "WC-LEAK-001", told="held by")
+@mutant(CLIENT, "WC-LEAK-001", told="mappings of shared memory: ")
 def leaked_mapping(part: str) -> None:
     """Map the slab once more for each engine that ever attached."""
     if part == "daemon":
