@@ -164,7 +164,9 @@ def _settle(new: Estimate, old: Estimate, policy: Policy) -> Estimate:
     interquartile = (new.spread or 0.0) * (new.p50 or 0.0)
     room = max(policy.change_fraction * old.est_time, policy.change_seconds, policy.change_spread * interquartile)
     moved = abs(new.est_time - old.est_time) > room
-    if moved:
+    # A number that was widened for want of readings is a guess: it gives way to the first that is measured, however near.
+    guessed = old.state in ("few", "modelled") and new.state not in ("few", "modelled")
+    if moved or (guessed and new.est_time != old.est_time):
         change = percent(new.est_time / old.est_time - 1, signed=True)
         step = f"{shown(old.est_time)} -> {shown(new.est_time)} ({change})"
         return replace(new, why=f"{step}: {new.why}")

@@ -283,3 +283,13 @@ def replace_stages(launch: float, tests: float) -> object:
     import msgspec
 
     return msgspec.structs.replace(stages(100.0), launch=launch, tests=tests, teardown=0.0)
+
+
+def test_a_guess_gives_way_to_the_first_measured_number_however_near() -> None:
+    """One reading of 2 s is widened to 3 s; a second's room for noise must not keep that guess for ever."""
+    guessed = estimate(series(2.0), AS_OF)
+    assert guessed is not None
+    assert (guessed.state, guessed.est_time) == ("few", 3.0)
+    measured = estimate(series(*[2.0] * 6), AS_OF, previous=guessed)
+    assert measured is not None
+    assert (measured.state, measured.est_time) == ("measured", 2.0)
