@@ -24,8 +24,7 @@ PROMPT = "The weight cache daemon keeps"
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    model = next(model for model in load_space().models if model.name == "qwen3-moe-tiny")
-    return ensure(Recipe.of(model))
+    return ensure(Recipe.of(load_space().model("qwen3-moe-tiny")))
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return ensure(Recipe.of(next(m for m in load_space().models if m.name == "qwen3-tiny"))).path
+    return ensure(Recipe.of(load_space().model("qwen3-tiny"))).path
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conformance.checkpoints import Recipe, ensure
+from conformance.selftest import tiny
 from conformance.selftest.reference_process import Workshop, open_workshop
 from matrix.space import load_space
-
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return ensure(Recipe.of(next(m for m in load_space().models if m.name == "qwen3-moe-tiny"))).path
+    return ensure(Recipe.of(load_space().model("qwen3-moe-tiny"))).path
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +37,8 @@ def shards(model: Path) -> list[Path]:
     return sorted(model.glob("model-*.safetensors"))
 
 
-def shard_with(model: Path, tensor: str) -> Path:
-    return model / json.loads((model / INDEX).read_text())["weight_map"][tensor]
-
-
-def edit_header(shard: Path, edit: Callable[[dict[str, dict[str, object]]], None]) -> None:
-    """Change a shard's header in place; its bytes stay where they were relative to the header's end."""
-    raw = shard.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    edit(header)
-    text = json.dumps(header).encode()
-    shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-
-
 def edit_config(model: Path, **fields: object) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | fields))
+    tiny.edit_json(model / "config.json", lambda config: config.update(fields))
 
 
 def missing_shard(model: Path) -> list[str]:
@@ -75,30 +59,31 @@ def torn_header(model: Path) -> list[str]:
 
 
 def index_names_another_shard(model: Path) -> list[str]:
-    index = json.loads((model / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00099-of-00099.safetensors"
-    (model / INDEX).write_text(json.dumps(index))
+    named = {"model.norm.weight": "model-00099-of-00099.safetensors"}
+    tiny.edit_json(model / tiny.INDEX, lambda index: index["weight_map"].update(named))
     return ["model-00099-of-00099.safetensors", "not there"]
 
 
 def header_lies_about_offsets(model: Path) -> list[str]:
-    shard = shard_with(model, "model.norm.weight")
+    shard = tiny.shard_with(model, "model.norm.weight")
 
-    def swap_size(header: dict[str, dict[str, object]]) -> None:
-        start, stop = header["model.norm.weight"]["data_offsets"]  # type: ignore[misc]
+    def swap_size(header: dict[str, Any]) -> None:
+        start, stop = header["model.norm.weight"]["data_offsets"]
         header["model.norm.weight"]["data_offsets"] = [start, stop - 4]
 
-    edit_header(shard, swap_size)
+    tiny.edit_header(shard, swap_size)
     return [shard.name, "model.norm.weight", "256", "252"]
 
 
 def wrong_shape(model: Path) -> list[str]:
-    edit_header(shard_with(model, "model.norm.weight"), lambda h: h["model.norm.weight"].update(shape=[32, 2]))
+    tiny.edit_header(
+        tiny.shard_with(model, "model.norm.weight"), lambda h: h["model.norm.weight"].update(shape=[32, 2])
+    )
     return ["model.norm.weight", "[32, 2]", "[64]"]
 
 
 def wrong_dtype(model: Path) -> list[str]:
-    edit_header(shard_with(model, "model.norm.weight"), lambda h: h["model.norm.weight"].update(dtype="I32"))
+    tiny.edit_header(tiny.shard_with(model, "model.norm.weight"), lambda h: h["model.norm.weight"].update(dtype="I32"))
     return ["model.norm.weight", "int32", "bfloat16, float16 or float32"]
 
 
@@ -222,7 +207,7 @@ def test_client_beside_another_layouts_daemon(
 def test_client_with_other_content_of_equal_headers(workshop: Workshop, model: Path, copy: Path, verify: str) -> None:
     """Two fine-tunes of one base have equal headers; the bytes decide."""
     daemon = workshop.daemon(model)
-    shard = shard_with(copy, "model.norm.weight")
+    shard = tiny.shard_with(copy, "model.norm.weight")
     raw = bytearray(shard.read_bytes())
     raw[-1] ^= 1
     shard.write_bytes(raw)
